@@ -31,7 +31,7 @@ lab: $(READY)
 	@cd nbs && ../$(BIN)/jupyter lab
 
 bench: $(READY)
-	$(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing
+	TQDM_DISABLE=1 $(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing
 	@$(BIN)/nbdev-clean
 
 export: $(READY)

@@ -72,6 +72,7 @@ def readme() -> dict[str, bytes]:
     nb.cells = [c for c in nb.cells if not re.match(r"#\| *hide *$", c.source, re.M)]
     nb.metadata["language_info"] = dict(name="python")
     for c in nb.cells:
+        if c.cell_type == "code": c.outputs = [o for o in c.outputs if o.get("name") != "stderr"]
         c.source = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip() if c.cell_type == "code" else \
             re.sub(r"(\])\(([^)\s]+)\)", from_root, c.source)
     text, extra = MarkdownExporter().from_notebook_node(nb, dict(output_files_dir="README_files", unique_key="README"))
@@ -106,7 +107,7 @@ def run_notebooks() -> tuple[int, int]:
     counts = {p.name: test_cells(p) for p in sorted(NBS.glob("[!._]*.ipynb"))}
     print(f"running {len(counts)} notebooks with {sum(counts.values())} cells that test something ...", flush=True)
     command = [tool("nbdev_test"), "nbs", "--n-workers", "2", "--cell-timeout", "300", "--timing"]
-    env, lines = os.environ | dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"), []
+    env, lines = os.environ | dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1"), []
     with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as p:
         for line in p.stderr:
             lines.append(line)
