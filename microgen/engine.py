@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
-           'Generation', 'StepRecord', 'as_token_ids', 'Engine', 'step', 'abort', 'stats', 'EngineThread',
-           'check_later', 'num_pool_blocks', 'LLM', 'generate', 'chat', 'stream', 'astream']
+           'Generation', 'PhaseClock', 'StepRecord', 'as_token_ids', 'Engine', 'step', 'abort', 'stats', 'build_engine',
+           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'num_pool_blocks', 'LLM', 'generate', 'chat',
+           'stream', 'astream']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -15,19 +16,24 @@ import random
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 import torch
+from .devices import Device, free_memory, get_device, resolve_dtype
+from .kv_cache import BlockAllocator, KVPool, block_bytes, blocks_needed, default_pool_bytes
+from .models import Decoder, LocalExecutor
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
+from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
+                              stop_token_ids)
 
 # %% ../nbs/11_engine.ipynb #01c77347
 class Detokenizer:
     "Turns the output tokens of one sequence into text, in pieces that never split a character."
-    CONTEXT = 6   # tokens of the prompt that the first output is decoded together with
+    CONTEXT = 6     # tokens of the prompt that the first output is decoded together with
+    PATIENCE = 64   # tokens that may wait for the end of a character
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -39,7 +45,8 @@ class Detokenizer:
     def _decode(self) -> str:
         return self.tokenizer.decode(self.ids, skip_special_tokens=self.skip, clean_up_tokenization_spaces=False)
 
-    def _unsure(self, text: str) -> int: return min(3, len(text) - len(text.rstrip("\ufffd")))
+    def _unsure(self, text: str) -> int:
+        return len(text) - len(text.rstrip("\ufffd")) if len(self.ids) - self.complete <= self.PATIENCE else 0
 
     def push(self, token_id: int) -> str:
         "The text that `token_id` makes certain, possibly empty."
@@ -47,10 +54,14 @@ class Detokenizer:
         text = self._decode()
         sure = len(text) - self._unsure(text)
         new, self.sent = text[self.sent:sure], max(self.sent, sure)
-        if sure == len(text):                               # nothing pending: slide the window
-            self.ids, self.complete = self.ids[self.complete:], len(self.ids) - self.complete
-            self.sent = len(self._decode())
+        if sure == len(text): self._slide()
         return new
+
+    def _slide(self):
+        "Nothing is pending: keep the newest tokens as context, if they are visible at all."
+        old, self.ids, self.complete = self.ids, self.ids[self.complete:], len(self.ids) - self.complete
+        if text := self._decode(): self.sent = len(text)
+        else: self.ids, self.complete = old, len(old)
 
     def flush(self) -> str:
         "What is left when no more tokens come."
@@ -64,10 +75,10 @@ class StopStrings:
     def __init__(self, stops: list[str], include: bool = False):   # include: keep the stop string itself
         self.stops, self.include, self.held, self.matched = stops, include, "", None
 
-    def push(self, text: str) -> str:
-        "The part of `text` (after what was held back) that may be shown; sets `matched` when a stop string is complete."
+    def push(self, text: str, active: bool = True) -> str:
+        "The part of `text` (after what was held back) that may be shown; sets `matched` if a stop string is complete and `active`."
         text = self.held + text
-        found = [(text.find(s), s) for s in self.stops if s in text]
+        found = [(text.find(s), s) for s in self.stops if s in text] if active else []
         if found:
             at, self.matched = min(found, key=lambda f: (f[0], -len(f[1])))
             self.held = ""
@@ -102,8 +113,11 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
-    def ttft(self) -> float: return self.first_token_time - self.arrival_time
-    def tpot(self, num_tokens: int) -> float: return (self.finished_time - self.first_token_time) / max(1, num_tokens - 1)
+    def ttft(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+    def tpot(self, num_tokens: int) -> float | None:
+        if num_tokens < 2 or self.finished_time is None: return None
+        return (self.finished_time - self.first_token_time) / (num_tokens - 1)
 
 @dataclass(repr=False)
 class RequestOutput:
@@ -160,8 +174,7 @@ class Choice:
             out.finish_reason, out.stop_reason = "stop", None if token_id in self.eos_ids else token_id
             if params.include_stop_str_in_output: out.text = self.stops.push(self.detokenizer.push(token_id))
         else:
-            text = self.detokenizer.push(token_id)
-            out.text = self.stops.push(text) if len(ids) >= params.min_tokens else text
+            out.text = self.stops.push(self.detokenizer.push(token_id), active=len(ids) >= params.min_tokens)
             if self.stops.matched: out.finish_reason, out.stop_reason = "stop", self.stops.matched
             elif len(ids) >= self.request.max_tokens: out.finish_reason = "length"
         if out.finish_reason and not self.stops.matched:
@@ -181,33 +194,45 @@ class Generation:
     unfinished: int = 0
 
 # %% ../nbs/11_engine.ipynb #7773ec26
+class PhaseClock:
+    "Splits a stretch of time into phases: each call ends one. Costs a fraction of a microsecond, so it is always on."
+    def __init__(self):
+        self.start = self.last = time.monotonic()
+        self.phases: dict[str, float] = {}                 # phase -> seconds
+
+    def __call__(self, phase: str):
+        now = time.monotonic()
+        self.phases[phase], self.last = self.phases.get(phase, 0.0) + now - self.last, now
+
 @dataclass
 class StepRecord:
     "What one step did. Times in seconds of `time.monotonic()`."
     index: int
     start: float
     seconds: float
+    phases: dict[str, float]                   # seconds of schedule, prepare, forward, sampling, detokenise
     chunks: list[tuple[str, int, int]]         # (request id, tokens computed, context after them)
     admitted: list[str]
     preempted: list[str]
     running: int
     waiting: int
-    free_blocks: int
+    free_blocks: int                           # while it ran
     error: str | None = None
 
     @property
     def num_tokens(self) -> int: return sum(n for _, n, _ in self.chunks)
 
 # %% ../nbs/11_engine.ipynb #6b33d6bd
-def as_token_ids(prompt, encode: Callable, vocab_size: int) -> tuple[str | None, list[int]]:
+def as_token_ids(prompt, tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:
     "Text (if there is any) and token ids of a prompt: str, list of ids, or a dict with `prompt_token_ids` or `prompt`."
     if isinstance(prompt, dict):
-        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
-            raise ValueError(f"prompt dict has keys {sorted(prompt)}; it needs 'prompt' or 'prompt_token_ids'")
-        text = prompt.get("prompt")
-        prompt = prompt.get("prompt_token_ids", text)
+        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise ValueError(f"prompt dict has keys {sorted(prompt)}; it may hold 'prompt_token_ids' or 'prompt', or both")
+        text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if text is not None and not isinstance(text, str) or prompt is not text and isinstance(prompt, str):
+            raise TypeError(f"prompt={text!r:.80} must be a str and prompt_token_ids={prompt!r:.80} a list of int")
     else: text = None
-    if isinstance(prompt, str): text, ids = prompt, encode(prompt)
+    if isinstance(prompt, str): text, ids = prompt, encode_prompt(tokenizer, prompt)
     elif isinstance(prompt, (list, tuple)) and all(type(i) is int for i in prompt): ids = list(prompt)
     else: raise TypeError(f"prompt={prompt!r:.80} must be a str, a list of int token ids, or a dict with 'prompt_token_ids'")
     if not ids: raise ValueError("prompt is empty: pass at least one token (this tokenizer adds no start token)")
@@ -219,9 +244,9 @@ def as_token_ids(prompt, encode: Callable, vocab_size: int) -> tuple[str | None,
 class Engine:
     "The synchronous step loop. It is given its parts; `LLM` builds them."
     def __init__(self, executor, scheduler: Scheduler, tokenizer, vocab_size: int, stop_ids: frozenset[int] = frozenset(),
-                 seed: int = 0, encode: Callable | None = None, log_size: int = 4096):
+                 seed: int = 0, log_size: int = 4096):
         self.executor, self.scheduler, self.tokenizer = executor, scheduler, tokenizer
-        self.vocab_size, self.stop_ids, self.encode = vocab_size, stop_ids, encode or tokenizer.encode
+        self.vocab_size, self.stop_ids = vocab_size, stop_ids
         self.rng, self.ids = random.Random(seed), itertools.count()
         self.live: dict[Request, tuple[Generation, Choice]] = {}
         self.generations: dict[str, Generation] = {}
@@ -236,8 +261,8 @@ class Engine:
     def prepare(self, prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0,
                 arrival: float | None = None) -> Generation:
         "Check a prompt and its parameters. Raises `ValueError` or `TypeError`; safe to call from any thread."
-        params = SamplingParams() if params is None else params
-        text, ids = as_token_ids(prompt, self.encode, self.vocab_size)
+        params = SamplingParams() if params is None else replace(params)   # our own copy, checked again
+        text, ids = as_token_ids(prompt, self.tokenizer, self.vocab_size)
         params.check_vocab(self.vocab_size)
         self.scheduler.check_fits(len(ids), params.max_tokens or 1)
         max_tokens = params.max_tokens or self.scheduler.room(len(ids))
@@ -266,21 +291,28 @@ class Engine:
 # %% ../nbs/11_engine.ipynb #dd638ae6
 def step(self: Engine) -> list[RequestOutput]:
     "Run one step; returns what is new, one `RequestOutput` for each generation that got something."
-    start = time.monotonic()
+    clock, news, error = PhaseClock(), {}, None
     plan = self.scheduler.schedule()
-    news: dict[Generation, list[CompletionOutput]] = {}
-    error = None
-    for r in plan.admitted: self._count_admission(r, start)
+    for r in plan.admitted: self._count_admission(r, clock.start)
+    free_blocks = self.scheduler.allocator.num_free
+    clock("schedule")
     if plan.chunks:
-        try: sampled = self._sample(plan, self.executor.execute(make_step(plan, self.scheduler.block_size)))
+        try:
+            step = make_step(plan, self.scheduler.block_size); clock("prepare")
+            logits = self.executor.execute(step); clock("forward")
+            sampled = self._sample(plan, logits); clock("sampling")
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
             self._fail(plan, error, news)
         else:
             self.scheduler.advance(plan)
-            for r, s in sampled: self._accept(r, s, news)
-    self._record(plan, start, error)
-    return [self._output(g, outs) for g, outs in news.items()]
+            for r, s in sampled:
+                try: self._accept(r, s, news)
+                except Exception as e: self._end_with_error(r, f"{type(e).__name__}: {e}", news)   # a tokenizer, say
+    outputs = [self._output(g, outs) for g, outs in news.items()]
+    clock("detokenise")
+    self._record(plan, clock, free_blocks, error)
+    return outputs
 
 def _sample(self: Engine, plan: Schedule, logits: torch.Tensor) -> list:
     "Pairs (request, `Sampled`) of the requests that have caught up; stores prompt logprobs on the way."
@@ -313,7 +345,7 @@ Engine.step, Engine._sample, Engine._store_prompt_logprobs, Engine._name_tokens 
 def _accept(self: Engine, r: Request, s, news: dict):
     "Take in one sampled token (or the error in its place)."
     generation, choice = self.live[r]
-    if s.error: return self._end(r, CompletionOutput(choice.index, finish_reason="error", stop_reason=s.error), news)
+    if s.error: return self._end_with_error(r, s.error, news)
     out = choice.accept(s.token_id)
     self.counters["generated_tokens"] += 1
     if s.logprobs is not None:
@@ -335,11 +367,12 @@ def _end(self: Engine, r: Request, out: CompletionOutput, news: dict):
         del self.generations[generation.request_id]
     news.setdefault(generation, []).append(out)
 
+def _end_with_error(self: Engine, r: Request, error: str, news: dict):
+    self._end(r, CompletionOutput(self.live[r][1].index, finish_reason="error", stop_reason=error), news)
+
 def _fail(self: Engine, plan: Schedule, error: str, news: dict):
     "The step raised: its requests end, and only they."
-    for r in list(plan.chunks):
-        _, choice = self.live[r]
-        self._end(r, CompletionOutput(choice.index, finish_reason="error", stop_reason=error), news)
+    for r in list(plan.chunks): self._end_with_error(r, error, news)
 
 def abort(self: Engine, request_id: str) -> RequestOutput | None:
     "End a generation in whatever state it is; None if there is no such one (any more)."
@@ -350,7 +383,7 @@ def abort(self: Engine, request_id: str) -> RequestOutput | None:
         if c.request in self.live: self._end(c.request, CompletionOutput(c.index, finish_reason="abort"), news)
     return self._output(generation, news[generation])
 
-Engine._accept, Engine._end, Engine._fail, Engine.abort = _accept, _end, _fail, abort
+Engine._accept, Engine._end, Engine._end_with_error, Engine._fail, Engine.abort = _accept, _end, _end_with_error, _fail, abort
 
 # %% ../nbs/11_engine.ipynb #5a838311
 def _count_admission(self: Engine, r: Request, now: float):
@@ -358,13 +391,13 @@ def _count_admission(self: Engine, r: Request, now: float):
     if generation.metrics.first_scheduled_time is None: generation.metrics.first_scheduled_time = now
     if not r.num_preemptions: self.counters["prompt_tokens"] += len(r.prompt_token_ids)
 
-def _record(self: Engine, plan: Schedule, start: float, error: str | None):
+def _record(self: Engine, plan: Schedule, clock: PhaseClock, free_blocks: int, error: str | None):
     s, names = self.scheduler, lambda rs: [r.request_id for r in rs]
     self.counters["steps"] += 1
     self.counters["computed_tokens"] += plan.num_tokens
-    self.log.append(StepRecord(self.counters["steps"], start, time.monotonic() - start,
+    self.log.append(StepRecord(self.counters["steps"], clock.start, clock.last - clock.start, clock.phases,
         [(r.request_id, n, r.num_computed) for r, n in plan.chunks.items()], names(plan.admitted), names(plan.preempted),
-        len(s.running), len(s.waiting), s.allocator.num_free, error))
+        len(s.running), len(s.waiting), free_blocks, error))
 
 def _output(self: Engine, g: Generation, outs: list[CompletionOutput]) -> RequestOutput:
     logprobs = g.prompt_logprobs if all(c.row.output_token_ids for c in g.choices[:1]) else None
@@ -378,12 +411,22 @@ def stats(self: Engine) -> dict:
 
 Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_admission, _record, _output, stats
 
+# %% ../nbs/11_engine.ipynb #668224b2
+def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int, block_size: int = 16, max_num_seqs: int = 64,
+                 max_num_batched_tokens: int = 512, stop_ids: frozenset[int] = frozenset(), seed: int = 0,
+                 dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096) -> Engine:
+    "An engine over `model`, with a KV pool of `num_blocks` blocks. Raises `ValueError` for sizes that do not go together."
+    c = model.config
+    scheduler = Scheduler(BlockAllocator(num_blocks), block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
+    pool = KVPool(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype, device)
+    return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size)
+
 # %% ../nbs/11_engine.ipynb #481e8683
 class EngineThread:
     "Runs an `Engine` in one background thread. All contact goes through `inbox` (in) and sinks (out)."
     def __init__(self, engine: Engine):
         self.engine, self.inbox, self.sinks = engine, queue.SimpleQueue(), {}
-        self.lock, self.thread, self.closed = threading.Lock(), None, False
+        self.lock, self.thread, self.closed, self.cause = threading.Lock(), None, False, ""
 
     def submit(self, generations: list[Generation], sink: Callable[[RequestOutput], None]):
         "Queue `generations`; `sink` is called in the engine thread with every output of theirs."
@@ -393,12 +436,14 @@ class EngineThread:
         "Abort those of `request_ids` that still live; their sinks get a last output."
         if not self.closed: self._post(lambda: [self._deliver(o) for i in request_ids if (o := self.engine.abort(i))])
 
-    def _post(self, action: Callable | None):
+    def _post(self, action: Callable):
         with self.lock:
-            if self.closed: raise RuntimeError("this LLM is closed; create a new one")
+            if self.closed: raise RuntimeError(f"this LLM is closed{self.cause and f' ({self.cause})'}; create a new one")
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="microgen-engine", daemon=True)
                 self.thread.start()
+            elif not self.thread.is_alive():
+                raise RuntimeError("the engine thread does not run in this process (a fork?); create a new LLM here")
             self.inbox.put(action)
 
     def _add(self, g: Generation, sink: Callable):
@@ -413,6 +458,14 @@ class EngineThread:
             self.sinks.pop(out.request_id, None); self.engine.abort(out.request_id)
 
     def _run(self):
+        try: self._loop()
+        except BaseException as e:                          # a fault of ours: nobody may be left waiting
+            with self.lock: self.closed, self.cause = True, f"its engine thread ended with {type(e).__name__}: {e}"
+            for rid, sink in list(self.sinks.items()):
+                sink(RequestOutput(rid, None, [], [CompletionOutput(0, finish_reason="error", stop_reason=self.cause)], True, RequestMetrics(0.0)))
+        finally: self.engine = None
+
+    def _loop(self):
         while True:
             while not self.engine.has_work or not self.inbox.empty():
                 action = self.inbox.get()
@@ -424,13 +477,12 @@ class EngineThread:
         for rid in list(self.engine.generations): self._deliver(self.engine.abort(rid))
 
     def close(self):
-        "Stop the thread, end what is running with `abort`, drop the engine. Twice does no harm."
+        "Stop the thread, end what is running with `abort`, drop the engine. Calling it again does no harm."
         with self.lock:
-            closed, self.closed = self.closed, True
-            if self.thread: self.inbox.put(None)
-        if closed: return
-        if self.thread and self.thread is not threading.current_thread(): self.thread.join()
-        self.engine = None
+            if self.thread and not self.closed: self.inbox.put(None)
+            self.closed = True
+        if self.thread is None or not self.thread.is_alive(): self.engine = None
+        elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
 LATER = dict(quantization=None, kv_cache_dtype="auto", enable_prefix_caching=False, sliding_window=None,
@@ -443,16 +495,22 @@ def check_later(options: dict):
         if value != LATER[name] and value is not None:
             raise ValueError(f"{name}={value!r} is not supported yet; leave it at {LATER[name]!r}")
 
-def _positive(name: str, value, kind=int):
-    if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
-        raise ValueError(f"{name}={value!r} must be a positive {'integer' if kind is int else 'number'}")
+def check_sizes(needed: dict, optional: dict):
+    "Raise `ValueError` for a size that is not a positive integer (or None, if `optional`)."
+    for name, value in (needed | optional).items():
+        if (type(value) is not int or value < 1) and not (value is None and name in optional):
+            raise ValueError(f"{name}={value!r} must be a positive integer{' or None' if name in optional else ''}")
+
+def check_kinds(*values_and_kind):
+    "Raise `TypeError` for a value that is not of its kind; arguments alternate between a dict of values and their type."
+    for values, kind in zip(values_and_kind[::2], values_and_kind[1::2]):
+        for name, value in values.items():
+            if type(value) is not kind: raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else kind.__name__}")
 
 # %% ../nbs/11_engine.ipynb #8cc0b565
-def num_pool_blocks(model, device, dtype, block_size: int, num_blocks: int | None, kv_cache_memory: int | None,
+def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_cache_memory: int | None,
                     max_tokens: int, gpu_memory_utilization: float) -> int:
     "Blocks of the KV pool: as told, or what memory allows, but no more than `max_tokens` tokens can use."
-    from microgen.devices import free_memory
-    from microgen.kv_cache import block_bytes, blocks_needed, default_pool_bytes
     if num_blocks: return num_blocks
     c = model.config
     size = block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype)
@@ -482,22 +540,19 @@ class LLM:
         revision: str | None = None, trust_remote_code: bool = False,
         gpu_memory_utilization: float = 0.9, enforce_eager: bool = False, **later):
         check_later(later)
-        for name in ("block_size", "num_blocks", "kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            _positive(name, locals()[name])
-        if not 0 < gpu_memory_utilization <= 1: raise ValueError(f"{gpu_memory_utilization=} must be in (0, 1]")
-        from microgen.devices import get_device, resolve_dtype
-        from microgen.kv_cache import BlockAllocator, KVPool
-        from microgen.models import LocalExecutor
-        from microgen.weights import encode_prompt, load_config, load_model, load_tokenizer, resolve_model, stop_token_ids
+        check_sizes(dict(block_size=block_size), dict(num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens))
+        check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager), bool)
+        if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
         self.device = get_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
-        path = resolve_model(model, revision)
-        self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
+        where, path = self.device.torch_device, resolve_model(model, revision)
         hf_config = load_config(path, trust_remote_code)
-        net, self.weights_source = load_model(path, self.dtype, self.device.torch_device, trust_remote_code)
-        self.model, self.config = str(model), net.config
-        self.weight_bytes = sum(p.nbytes for p in net.parameters())
-
+        self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
+        stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
+        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code)
+        self.model, self.config, self.weight_bytes = str(model), net.config, sum(p.nbytes for p in net.parameters())
         self.max_model_len = max_model_len or net.config.max_model_len
         if self.max_model_len > net.config.max_model_len:
             raise ValueError(f"{max_model_len=} exceeds the model's {net.config.max_model_len} positions")
@@ -505,27 +560,26 @@ class LLM:
         seats = max_num_seqs or min(64, budget)
         num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
                                      seats * self.max_model_len, gpu_memory_utilization)
-        c = net.config
-        pool = KVPool(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, self.device.torch_device)
-        self.kv_pool_bytes = pool.nbytes
-        scheduler = Scheduler(BlockAllocator(num_blocks), block_size, seats, budget, self.max_model_len)
-        executor = LocalExecutor(net, pool, self.device.torch_device)
-        engine = Engine(executor, scheduler, self.tokenizer, c.vocab_size, stop_token_ids(path, self.tokenizer, hf_config),
-                        seed, encode=lambda text, t=self.tokenizer: encode_prompt(t, text))
+        engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
+                              self.dtype, where)
+        self.kv_pool_bytes = engine.executor.pool.nbytes
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
-        print(f"MicroGen: {model} ({self.weights_source}), {str(self.dtype)[6:]} on {self.device.name}, {num_blocks} KV blocks "
-              f"of {block_size} tokens ({pool.nbytes / 2**20:.0f} MiB), up to {budget} tokens a step", file=sys.stderr)
+        print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
+              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
+              f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB); "
+              f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:
         "The engine underneath (its step log, its counters). Look, but do not step it: the engine thread does."
-        if self._thread.closed: raise RuntimeError("this LLM is closed; create a new one")
-        return self._thread.engine
+        engine = self._thread.engine
+        if self._thread.closed or engine is None: raise RuntimeError("this LLM is closed; create a new one")
+        return engine
 
     def close(self):
         "Stop the engine thread and drop weights and KV pool."
-        self._finalizer()
+        self._thread.close()
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -537,15 +591,24 @@ class LLM:
                     weight_bytes=self.weight_bytes, kv_pool_bytes=self.kv_pool_bytes, **self.engine.stats())
 
 # %% ../nbs/11_engine.ipynb #6f819570
-def _prepare_all(self: LLM, prompts: list, params) -> list[Generation]:
-    "Prepared generations of `prompts`; `params` is one `SamplingParams`, a list of as many, or None."
-    every = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
-    if len(every) != len(prompts): raise ValueError(f"{len(every)} sampling_params for {len(prompts)} prompts; pass one, or one each")
-    for p in every:
-        if p is not None and not isinstance(p, SamplingParams):
-            raise TypeError(f"sampling_params={p!r:.80} must be SamplingParams, a list of them, or None")
-    engine = self.engine
-    with self._prepare_lock: return [engine.prepare(p, s) for p, s in zip(prompts, every)]
+def _one_each(name: str, value, kinds, prompts: list) -> list:
+    "`value` for every prompt: one for all, or a list of as many. Raises `TypeError` or `ValueError` naming `name`."
+    every = list(value) if isinstance(value, (list, tuple)) else [value] * len(prompts)
+    if len(every) != len(prompts): raise ValueError(f"{len(every)} {name} for {len(prompts)} prompts; pass one, or one each")
+    for v in every:
+        if not isinstance(v, kinds) or isinstance(v, bool): raise TypeError(f"{name}={v!r:.80} must be {kinds.__name__}, or a list of them")
+    return every
+
+def _prepare_all(self: LLM, prompts: list, params, priority=0) -> list[Generation]:
+    "Prepared generations of `prompts`; `params` and `priority` (lower is served earlier) are one for all, or one each."
+    params = SamplingParams() if params is None else params
+    every = zip(prompts, _one_each("sampling_params", params, SamplingParams, prompts), _one_each("priority", priority, int, prompts))
+    engine, done = self.engine, []
+    with self._prepare_lock:
+        for p, s, q in every:
+            try: done.append(engine.prepare(p, s, priority=q))
+            except (ValueError, TypeError) as e: raise type(e)(f"prompt {len(done)}: {e}" if len(prompts) > 1 else str(e)) from None
+    return done
 
 def _as_list(prompts) -> list:
     "`prompts` as a list of single prompts."
@@ -573,32 +636,30 @@ def _collect(self: LLM, generations: list[Generation], use_tqdm: bool) -> list[R
         raise
     return [results[i] for i in ids]
 
-def generate(self: LLM, prompts, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
+def generate(self: LLM, prompts, sampling_params=None, use_tqdm: bool = True, priority=0) -> list[RequestOutput]:
     "Continue `prompts`: str, list[str], list[int], list[list[int]], or dicts with `prompt_token_ids`. One output a prompt."
-    return self._collect(self._prepare_all(_as_list(prompts), sampling_params), use_tqdm)
+    return self._collect(self._prepare_all(_as_list(prompts), sampling_params, priority), use_tqdm)
 
 LLM._prepare_all, LLM._collect, LLM.generate = _prepare_all, _collect, generate
 
 # %% ../nbs/11_engine.ipynb #2f422316
 def _chat_prompts(self: LLM, messages) -> list[dict]:
-    from microgen.weights import render_chat
-    if not isinstance(messages, list) or not messages: raise ValueError("messages must be a non-empty list")
+    if not isinstance(messages, (list, tuple)) or not messages: raise ValueError(f"messages={messages!r:.80} must be a non-empty list")
     conversations = [messages] if isinstance(messages[0], dict) else messages
     return [{"prompt_token_ids": render_chat(self.tokenizer, m)} for m in conversations]
 
-def chat(self: LLM, messages, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
+def chat(self: LLM, messages, sampling_params=None, use_tqdm: bool = True, priority=0) -> list[RequestOutput]:
     "Answer a conversation (a list of `{'role', 'content'}`) or a list of conversations, through the chat template."
-    return self.generate(self._chat_prompts(messages), sampling_params, use_tqdm)
+    return self.generate(self._chat_prompts(messages), sampling_params, use_tqdm, priority)
 
-def stream(self: LLM, prompt, sampling_params=None) -> Iterator[RequestOutput]:
+def stream(self: LLM, prompt, sampling_params=None, priority: int = 0) -> Iterator[RequestOutput]:
     "Continue one prompt (or conversation), yielding what is new as it comes."
-    generation, news = self._prepare_one(prompt, sampling_params), queue.SimpleQueue()
-    return self._follow(generation, news)
+    return self._follow(self._prepare_one(prompt, sampling_params, priority), queue.SimpleQueue())
 
-def _prepare_one(self: LLM, prompt, params) -> Generation:
+def _prepare_one(self: LLM, prompt, params, priority: int) -> Generation:
     "A prepared generation of one prompt; a list of messages is a conversation."
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict): prompt, = self._chat_prompts(prompt)
-    return self._prepare_all([prompt], params)[0]
+    return self._prepare_all([prompt], params, priority)[0]
 
 def _follow(self: LLM, generation: Generation, news: queue.SimpleQueue) -> Iterator[RequestOutput]:
     self._thread.submit([generation], news.put)
@@ -610,10 +671,10 @@ def _follow(self: LLM, generation: Generation, news: queue.SimpleQueue) -> Itera
     finally:
         if out is None or not out.finished: self._thread.abort([generation.request_id])
 
-async def astream(self: LLM, prompt, sampling_params=None) -> AsyncIterator[RequestOutput]:
+async def astream(self: LLM, prompt, sampling_params=None, priority: int = 0) -> AsyncIterator[RequestOutput]:
     "The same for `async for`: neither tokenising nor waiting blocks the event loop."
     loop, news = asyncio.get_running_loop(), asyncio.Queue()
-    generation = await asyncio.to_thread(self._prepare_one, prompt, sampling_params)
+    generation = await asyncio.to_thread(self._prepare_one, prompt, sampling_params, priority)
     self._thread.submit([generation], lambda out: loop.call_soon_threadsafe(news.put_nowait, out))
     out = None
     try:

@@ -20,7 +20,7 @@ from .kv_cache import KVPool, StepInput
 SUPPORTED = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}  # model_type -> weight naming
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ACTIVATIONS: dict[str, Callable] = {
-    "silu": F.silu, "relu": F.relu, "gelu": F.gelu,
+    "silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ def _llama_config(hf) -> ModelConfig:
     kind, heads = hf.model_type, hf.num_attention_heads
     rope = dict(hf.rope_parameters or {})
     if rope.get("rope_type", "default") not in ROPE_TYPES: _refuse(f"rope_type={rope['rope_type']!r}", ROPE_TYPES)
+    for name, value in rope.items():
+        if name in ("factor", "rope_theta", "original_max_position_embeddings") and not isinstance(value, (int, float)):
+            raise ValueError(f"rope parameter {name}={value!r} must be a number")
     if rope.get("partial_rotary_factor", 1.0) != 1.0: _refuse("partial_rotary_factor below 1", ["1.0"])
     window, types = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
     if kind in ("qwen2", "qwen3") and not getattr(hf, "use_sliding_window", False): window = None

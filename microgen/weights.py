@@ -67,7 +67,8 @@ def model_in(folder: Path) -> Path | None:
 
 def local_model(model: str | Path) -> Path:
     "The model at a path. Raises `ModelNotFound` naming the path and what is missing there."
-    path = Path(model).expanduser()
+    try: path = Path(model).expanduser()
+    except RuntimeError as error: raise ModelNotFound(f"model={str(model)!r}: {error}") from None      # ~nobody
     if path.is_file():
         if path.suffix.lower() == ".gguf": return path
         raise ModelNotFound(f"model={str(model)!r} is a file but not a .gguf file: give the model's folder instead")
@@ -259,8 +260,9 @@ def resolve_model(
     "The folder or `.gguf` file of `model` on this machine, fetched if need be. Raises `ModelNotFound`."
     if not isinstance(model, (str, Path)) or not os.fspath(model):
         raise ValueError(f"model={model!r}: give a name, a folder or a .gguf file")
-    if os.fspath(model) == DEFAULT_MODEL: return default_model()
-    if is_path_like(model): return local_model(model)
+    if os.fspath(model) == DEFAULT_MODEL or is_path_like(model):
+        if revision is not None: raise ValueError(f"revision={revision!r} belongs to a hub name; model={os.fspath(model)!r} is not one")
+        return default_model() if os.fspath(model) == DEFAULT_MODEL else local_model(model)
     return kaggle_model(model) or hub_model(model, revision)
 
 # %% ../nbs/08_weights.ipynb #c5748267
@@ -274,9 +276,13 @@ def read_json(file: Path) -> dict:
 def checkpoint_files(folder: Path) -> list[Path]:
     "The safetensors files of a model folder. Raises `ModelNotFound` naming what is missing."
     if not folder.is_dir(): raise ModelNotFound(f"{folder} is not a folder")
-    index = folder / "model.safetensors.index.json"
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if whole.is_file(): return [whole]                      # as transformers does, whatever else lies there
     if index.is_file():
-        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(s, str) for s in places.values()):
+            raise ValueError(f"{index}: weight_map must map tensor names to file names: get the file again")
+        shards = sorted(set(places.values()))
         if missing := [s for s in shards if not (folder / s).is_file()]:
             raise ModelNotFound(f"{folder}: {len(missing)} of {len(shards)} shards named in {index.name} are missing: "
                                 f"{', '.join(missing[:5])}; get them again")
@@ -301,7 +307,10 @@ class SafetensorsSource:
         self.path, self._where = Path(folder), {}  # full name -> (open file, the name in it)
         for file in checkpoint_files(self.path):
             handle = _open_safetensors(file)
-            self._where |= {full_name(name): (handle, name) for name in handle.keys()}
+            here = {full_name(name): (handle, name) for name in handle.keys()}
+            if twice := sorted(here.keys() & self._where.keys()):
+                raise ValueError(f"{file}: tensor {twice[0]} stands in another file too; remove the files that do not belong here")
+            self._where |= here
 
     def _slice(self, name: str):
         handle, stored = self._where[name]
@@ -472,6 +481,7 @@ class GGUFSource:
 def _check_architecture(folder: Path, data: dict, trust_remote_code: bool):
     "Raise `ValueError` unless config.json, read as `data`, describes a model that can be run here."
     kind, names = data.get("model_type"), data.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     where, supported = folder / "config.json", ", ".join(SUPPORTED)
     if kind not in SUPPORTED:
         code = "" if trust_remote_code or "auto_map" not in data else (
@@ -480,7 +490,8 @@ def _check_architecture(folder: Path, data: dict, trust_remote_code: bool):
                          f"supported: {supported}")
     if names and not any(n.endswith(("ForCausalLM", "LMHeadModel", "Model")) for n in names):
         raise ValueError(f"{where}: {names[0]} does not generate text; supported: causal language models of {supported}")
-    if method := (data.get("quantization_config") or {}).get("quant_method"):
+    if quantised := data.get("quantization_config"):
+        method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise ValueError(f"{where}: weights quantised with {method!r} are not supported; take the float checkpoint or a GGUF of it")
 
 def load_config(path: str | Path, trust_remote_code: bool = False):
@@ -593,8 +604,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,  # whether Python files of the folder may be run
 ):
     "The tokenizer of a model. Raises `ModelNotFound` naming the folder and what is missing in it."
-    if tokenizer is not None and not isinstance(tokenizer, (str, Path)): return tokenizer
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+        if not callable(tokenizer): raise TypeError(f"tokenizer={tokenizer!r} must be a tokenizer object, a folder, a .gguf file or a hub name")
+        return tokenizer
     if tokenizer is not None:
+        if not os.fspath(tokenizer): raise ValueError("tokenizer='': give a folder, a .gguf file or a hub name, or leave it out")
         name = os.fspath(tokenizer)
         path = Path(name).expanduser() if is_path_like(tokenizer) else (
             default_model() if name == DEFAULT_MODEL else hub_model(name, revision, TOKENIZER_FILES))
@@ -638,6 +652,9 @@ def fill(out: torch.Tensor, piece: Piece, source, config: ModelConfig):
             raise ValueError(f"{source.path}: tensor {name} has shape {list(source.shape(name))}, but the config asks for "
                              f"{list(expected)}: weights and config do not belong together")
         tensor = source.get(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{source.path}: tensor {name} holds {tensor.dtype}, not floats: quantised checkpoints are not supported; "
+                             "take the float checkpoint")
         out[row:row + rows].copy_(tensor.T if piece.transpose else tensor)
         row += rows
 
