@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
-           'Generation', 'PhaseClock', 'StepRecord', 'as_token_ids', 'Engine', 'step', 'abort', 'stats', 'build_engine',
-           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'num_pool_blocks', 'LLM', 'generate', 'chat',
-           'stream', 'astream']
+           'Generation', 'PhaseClock', 'StepRecord', 'as_token_ids', 'Engine', 'build_engine', 'EngineThread',
+           'check_later', 'check_sizes', 'check_kinds', 'num_pool_blocks', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
