@@ -15,7 +15,7 @@ NB     ?= nbs
 help:
 	@echo "make demo    a real model answers a question on your CPU (PROMPT='...' asks another)"
 	@echo "make test    are modules and README up to date? then run all notebooks"
-	@echo "make lab     open the notebooks in JupyterLab"
+	@echo "make lab     open the notebooks in JupyterLab (in a container: ARGS='--allow-root --no-browser')"
 	@echo "make bench   run the notebooks' measurements, N = 30 (NB=nbs/09_sampling.ipynb for one)"
 	@echo "make export  write microgen/*.py from the notebooks;  make readme: README.md from nbs/index.ipynb"
 	@echo "make clean   remove .venv and caches"
@@ -28,7 +28,7 @@ test: $(READY)
 	@$(BIN)/python .ci/check.py test
 
 lab: $(READY)
-	@cd nbs && ../$(BIN)/jupyter lab
+	@cd nbs && ../$(BIN)/jupyter lab $(ARGS) index.ipynb
 
 bench: $(READY)
 	TQDM_DISABLE=1 $(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing

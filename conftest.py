@@ -17,7 +17,8 @@ class NotebookFailed(Exception): pass
 
 class NotebookItem(pytest.Item):
     def runtest(self):
-        from nbdev.config import get_config
+        try: from nbdev.config import get_config
+        except ModuleNotFoundError: raise pytest.UsageError("nbdev is missing: run .venv/bin/pytest, or activate .venv") from None
         from nbdev.test import test_nb
         cfg = get_config(self.path)
         # test_nb writes the failing cell and its traceback to stderr, where pytest picks it up

@@ -227,9 +227,12 @@ def measure_ceilings(
             return Ceilings(**fields | sized)
         except (TypeError, ValueError, KeyError, AttributeError): pass
     if device.kind == "cuda":
-        sizes, gemm = tuple(16 * s for s in sizes), dict(total=2**30, width=8192, rows=(512, 2048, 8192)) | gemm
+        sizes, gemm = tuple(4 * s for s in sizes), dict(total=2**28, width=4096, rows=(1024, 4096, 16384)) | gemm
+    sizes = sizes[:1] + tuple(s for s in sizes[1:] if s < free_memory(device) / 4)           # a loaded model leaves little
     copy, read = measure_bandwidth(device, sizes)
     rates = {name: measure_gemm(device, dtype, **gemm) for name, dtype in (DTYPES | dict(int8=torch.int8)).items()}
     found = Ceilings(device.name, code, torch.get_num_threads(), copy, read, {k: v for k, v in rates.items() if v})
-    if cache is not None: _keep(Path(cache), found)
+    try:
+        if cache is not None: _keep(Path(cache), found)
+    except OSError: pass                                            # a folder we may not write to: measured again next time
     return found

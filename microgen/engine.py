@@ -293,6 +293,7 @@ def step(self: Engine) -> list[RequestOutput]:
     clock, news, error = PhaseClock(), {}, None
     plan = self.scheduler.schedule()
     for r in plan.admitted: self._count_admission(r, clock.start)
+    chunks = [(r.request_id, n, r.num_computed + n) for r, n in plan.chunks.items()]
     free_blocks = self.scheduler.allocator.num_free
     clock("schedule")
     if plan.chunks:
@@ -310,7 +311,7 @@ def step(self: Engine) -> list[RequestOutput]:
                 except Exception as e: self._end_with_error(r, f"{type(e).__name__}: {e}", news)   # a tokenizer, say
     outputs = [self._output(g, outs) for g, outs in news.items()]
     clock("detokenise")
-    self._record(plan, clock, free_blocks, error)
+    self._record(plan, clock, chunks, free_blocks, error)
     return outputs
 
 def _sample(self: Engine, plan: Schedule, logits: torch.Tensor) -> list:
@@ -390,12 +391,12 @@ def _count_admission(self: Engine, r: Request, now: float):
     if generation.metrics.first_scheduled_time is None: generation.metrics.first_scheduled_time = now
     if not r.num_preemptions: self.counters["prompt_tokens"] += len(r.prompt_token_ids)
 
-def _record(self: Engine, plan: Schedule, clock: PhaseClock, free_blocks: int, error: str | None):
+def _record(self: Engine, plan: Schedule, clock: PhaseClock, chunks: list, free_blocks: int, error: str | None):
     s, names = self.scheduler, lambda rs: [r.request_id for r in rs]
     self.counters["steps"] += 1
     self.counters["computed_tokens"] += plan.num_tokens
     self.log.append(StepRecord(self.counters["steps"], clock.start, clock.last - clock.start, clock.phases,
-        [(r.request_id, n, r.num_computed) for r, n in plan.chunks.items()], names(plan.admitted), names(plan.preempted),
+        chunks, names(plan.admitted), names(plan.preempted),
         len(s.running), len(s.waiting), free_blocks, error))
 
 def _output(self: Engine, g: Generation, outs: list[CompletionOutput]) -> RequestOutput:

@@ -299,7 +299,7 @@ def rand_model(seed: int = 0, path: str | Path | None = None, **overrides) -> Pa
     return family_model("llama", seed, path, **overrides)
 
 # %% ../nbs/00_testing.ipynb #ff18f504
-ROPES = {  # the rotary scalings of case c10, each for `rand_model(rope_parameters=...)`
+ROPES = {  # the rotary scalings, each for `rand_model(rope_parameters=...)`
     "default": dict(rope_type="default", rope_theta=10000.0),
     "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
     "dynamic": dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
