@@ -7,7 +7,7 @@ else
 BIN    := $(VENV)/bin
 endif
 READY  := $(VENV)/.ready
-PROMPT ?= Why is the sky blue, but red in the evening?
+PROMPT ?= What is the capital of France, and what is it famous for?
 NB     ?= nbs
 
 .PHONY: help demo test lab bench export readme clean
