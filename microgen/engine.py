@@ -607,7 +607,9 @@ def _prepare_all(self: LLM, prompts: list, params, priority=0) -> list[Generatio
     with self._prepare_lock:
         for p, s, q in every:
             try: done.append(engine.prepare(p, s, priority=q))
-            except (ValueError, TypeError) as e: raise type(e)(f"prompt {len(done)}: {e}" if len(prompts) > 1 else str(e)) from None
+            except (ValueError, TypeError) as e:
+                kind = TypeError if isinstance(e, TypeError) else ValueError       # a UnicodeError cannot be made from a text
+                raise kind(f"prompt {len(done)}: {e}" if len(prompts) > 1 else str(e)) from None
     return done
 
 def _as_list(prompts) -> list:

@@ -73,6 +73,7 @@ class Schedule:
     @property
     def num_tokens(self) -> int: return sum(self.chunks.values())
 
+# %% ../nbs/10_scheduler.ipynb #057bc045
 class Scheduler:
     "Continuous batching over a paged cache: see the rule above."
     def __init__(self, allocator: BlockAllocator, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
