@@ -9,7 +9,8 @@ __all__ = ['log', 'access_log', 'router', 'ERRORS', 'Job', 'receive', 'news', 's
            'completions', 'chat_completions', 'models', 'model', 'model_card', 'health', 'ready', 'version',
            'server_info', 'model_info', 'reset_prefix_cache', 'TokenizeRequest', 'DetokenizeRequest', 'tokens_of',
            'tokenize', 'detokenize', 'ErrorDetail', 'ErrorBody', 'on_invalid', 'on_http_error', 'openapi', 'create_app',
-           'load', 'bind', 'url_of', 'Quiet', 'uvicorn_server', 'Server', 'serve']
+           'load', 'bind', 'url_of', 'Quiet', 'uvicorn_server', 'Server', 'serve', 'run_server', 'banner', 'bar',
+           'view', 'watch']
 
 # %% ../nbs/17_api.ipynb #3c263bf4
 import asyncio
@@ -128,7 +129,7 @@ class Service:
     ):
         self.names, self.chat_template, self.limiter = tuple(names), chat_template, limiter
         self.max_waiting, self.unread, self.stall = max_waiting, unread, stall
-        self.llm, self.state, self.cause, self.cutting = None, "loading", "", False
+        self.llm, self.state, self.error, self.cutting = None, "loading", None, False      # loading, ready, draining, failed
         self.jobs: set[Job] = set()
         self.live, self.noted, self.created = 0, set(), int(time.time())
 
@@ -145,7 +146,7 @@ class Service:
         if self.state == "loading": return unavailable("the model is still loading", "loading", 2)
         if self.state == "draining": return unavailable("the server is shutting down", "shutting_down", 10)
         if self.state == "failed" or self.llm._thread.closed:
-            return unavailable(f"the engine has stopped: {self.cause or self.llm and self.llm._thread.cause or 'it was closed'}", "engine_stopped", 60)
+            return unavailable(f"the engine has stopped: {self.error or self.llm and self.llm._thread.cause or 'it was closed'}", "engine_stopped", 60)
 
 # %% ../nbs/17_api.ipynb #75b31dce
 def admit(self: Service, size: int) -> Job:
@@ -195,7 +196,10 @@ def prepare(service: Service, body: Fields, params: SamplingParams, prompts: lis
             with llm._prepare_lock: prompts = [render_chat(llm.tokenizer, prompts, service.chat_template, body.add_generation_prompt is not False)]
         prompts = [{"prompt" if isinstance(p, str) else "prompt_token_ids": p} | salt for p in prompts]
         generations = llm._prepare_all(prompts, params, body.priority or 0)
-    except (ValueError, TypeError) as e: raise invalid(e) from None
+    except (ValueError, TypeError) as e:
+        error = invalid(e)
+        if error.param == "prompt" and isinstance(body, ChatRequest): error.param = "messages"
+        raise error from None
     except RuntimeError: raise service.trouble() or unavailable("the engine has stopped", "engine_stopped") from None
     if params.max_tokens is None and isinstance(body, CompletionRequest):
         for g in generations:
@@ -545,9 +549,9 @@ def create_app(
     return app
 
 def load(service: Service, loader: Callable[[], LLM]):
-    "Load the model, in a thread of its own; a failure is kept in `service.cause`."
+    "Load the model, in a thread of its own; a failure is kept in `service.error`."
     try: service.open(loader())
-    except BaseException as e: service.state, service.cause = "failed", str(e) or type(e).__name__
+    except BaseException as e: service.error, service.state = e, "failed"
 
 # %% ../nbs/17_api.ipynb #bdd2224b
 def bind(host: str, port: int) -> socket.socket:
@@ -636,3 +640,71 @@ def serve(
         _running[port].stop()
     app = create_app(llm, api_keys=(api_key,) if api_key else (), **options)
     return Server(app, host, port, api_key)
+
+# %% ../nbs/17_api.ipynb #8b00cf9a
+def run_server(
+    loader: Callable[[], LLM],                    # loads the model
+    host: str = "127.0.0.1", port: int = 8000,
+    *, grace: float = 30.0,                       # seconds for running requests when told to stop
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    **options,                                    # see `create_app` and `Service`
+) -> int:
+    "Serve until told to stop. Returns the exit code: 0, or 1 if requests had to be cut short. Raises what the loader raised."
+    sock, app = bind(host, port), create_app(loader, **options)
+    if host not in ("127.0.0.1", "::1", "localhost") and not options.get("api_keys"):
+        say(f"warning: {host} can be reached from other machines and there is no API key: anybody may use this server (--api-key KEY)")
+    return asyncio.run(_until_told(app.state.service, uvicorn_server(app), sock, grace, say))
+
+async def _until_told(service: Service, server: Quiet, sock: socket.socket, grace: float, say: Callable[[str], None]) -> int:
+    loop, told, signals, url = asyncio.get_running_loop(), asyncio.Event(), [], url_of(sock)
+    def on_signal(number):
+        signals.append(number)
+        told.set()
+        if len(signals) > 1: service.cutting = server.force_exit = True
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda n, _: loop.call_soon_threadsafe(on_signal, n))
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    say(f"loading; {url} answers 503 until the model is there")
+    while service.state == "loading" and not told.is_set(): await asyncio.sleep(0.02)
+    if service.state == "ready": say(banner(service, url))
+    if service.state != "failed": await told.wait()
+    whole = await service.drain(grace)
+    server.should_exit = True
+    await running
+    if service.error is not None: raise service.error
+    return 0 if whole else 1
+
+def banner(s: Service, url: str) -> str:
+    "The line that says all is well, and what was chosen."
+    llm, scheduler = s.llm, s.llm.engine.scheduler
+    return (f"MicroGen serves {', '.join(s.names)} at {url}/v1: {str(llm.dtype)[6:]} on {llm.device.name}, {scheduler.allocator.num_blocks} KV blocks of "
+            f"{scheduler.block_size} tokens, context {llm.max_model_len}; {scheduler.max_num_seqs} requests run and {s.max_waiting} wait at most")
+
+# %% ../nbs/17_api.ipynb #13ab9040
+def bar(share: float, width: int = 30) -> str: return ("█" * round(width * min(1.0, max(0.0, share)))).ljust(width, "░")
+
+def view(before: dict, now: dict, seconds: float) -> str:
+    "A few lines about an engine, from its `stats()` twice."
+    used, total = now["kv_blocks_total"] - now["kv_blocks_free"], now["kv_blocks_total"]
+    rate = (now["generated_tokens"] - before["generated_tokens"]) / seconds if seconds else 0.0
+    return "\n".join([f"running   {now['requests_running']:6}", f"waiting   {now['requests_waiting']:6}",
+                      f"KV cache  {used:6} of {total} blocks {bar(used / total)}", f"tokens/s  {rate:6.1f}", f"generated {now['generated_tokens']:6} tokens"])
+
+def watch(server: Server, every: float = 0.5):
+    "A live view of `server`: a widget that follows it until it stops, or, without ipywidgets, one print."
+    now = server.service.llm.stats()
+    try: from ipywidgets import HTML
+    except ModuleNotFoundError: return print(view(now, now, 0.0))
+    widget, ref = HTML(f"<pre>{view(now, now, 0.0)}</pre>"), weakref.ref(server)
+    threading.Thread(target=_follow, args=(widget, ref, every), name="microgen-watch", daemon=True).start()
+    return widget
+
+def _follow(widget, ref: "weakref.ref[Server]", every: float):
+    last, at = None, time.monotonic()
+    while (server := ref()) and server.thread.is_alive() and server.service.llm and not server.service.llm._thread.closed:
+        try: now = server.service.llm.stats()
+        except RuntimeError: break                # closed in between
+        widget.value = f"<pre>{view(last or now, now, time.monotonic() - at)}</pre>"
+        last, at, server = now, time.monotonic(), None
+        time.sleep(every)
+    widget.value += "<pre>stopped</pre>"

@@ -49,7 +49,7 @@ _TOO_LONG = re.compile(r"max_model_len=|KV cache of \d+")
 def invalid(error: Exception) -> APIError:
     "400 for a `ValueError` or `TypeError` about a request; names the field that its message begins with."
     message = str(error)
-    first = re.match(r"(?:prompt \d+: )?(\w+)", message)
+    first = re.match(r"(?:prompt \d+: )?(?:a )?(\w+)", message)
     param = first[1] if first and first[1] in {"prompt", "messages", *SamplingParams.__dataclass_fields__} else None
     return APIError(400, message, "context_length_exceeded" if _TOO_LONG.search(message) else "invalid_value", param)
 
