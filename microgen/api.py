@@ -50,7 +50,7 @@ from .weights import is_path_like, render_chat
 class Job:
     "One admitted request: its seats, its mailbox, its way out. Belongs to the event loop in which it was made."
     def __init__(self, service: "Service", size: int):
-        self.service, self.seats, self.closed, self.admission = service, size, False, None
+        self.service, self.engine, self.seats, self.closed, self.admission = service, service.llm._thread, size, False, None
         self.loop, self.mail, self.arrived = asyncio.get_running_loop(), deque(), asyncio.Event()
         self.generations: dict[str, Generation] = {}
         self.unfinished, self.metrics, self.tokens = set(), None, 0          # request ids; of the first output; made so far
@@ -65,7 +65,7 @@ class Job:
         "Hand prepared `generations` to the engine. Raises `APIError` (503) when it takes no more."
         if self.service.cutting: raise self.service.trouble()
         self.generations = {g.request_id: g for g in generations}
-        try: self.service.llm._thread.submit(generations, self.post)
+        try: self.engine.submit(generations, self.post)
         except RuntimeError: raise self.service.trouble() or unavailable("the engine has stopped", "engine_stopped") from None
         self.unfinished = set(self.generations)
 
@@ -108,7 +108,7 @@ def close(self: Job):
     if self.closed: return
     self.closed = True
     self.service.jobs.discard(self)
-    if self.unfinished: self.service.llm._thread.abort(list(self.unfinished))
+    if self.unfinished: self.engine.abort(list(self.unfinished))
     else: self.settle()
     self.leave(self.seats)
 
@@ -174,7 +174,7 @@ def cut(self: Service):
     "End every running request now; streams get their last chunk."
     self.cutting = True
     for job in list(self.jobs):
-        if job.unfinished: self.llm._thread.abort(list(job.unfinished))
+        if job.unfinished: job.engine.abort(list(job.unfinished))
 
 async def drain(self: Service, grace: float) -> bool:
     "Take no more requests, wait up to `grace` seconds for those that run, then end them. True: none had to be cut short."
@@ -615,6 +615,7 @@ class Server:
         self.uvicorn.should_exit = True
         self.thread.join()
         self.sock.close()
+        self.service.llm = None                   # whose memory is not ours to hold
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.stop()

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
@@ -315,19 +316,18 @@ Reply.whole = whole
 def chunks(self: Reply, out: RequestOutput) -> list[dict]:
     "The chunks that tell the news `out`, possibly none."
     self.cached[out.request_id] = out.num_cached_tokens
-    entries = [e for o in out.outputs for e in self._entries(out, o)]
-    return [self._chunk([e]) for e in entries]
+    return [self._chunk([e]) for o in out.outputs for e in self._entries(out, o)]
 
-def _entries(self: Reply, out: RequestOutput, o: CompletionOutput) -> list[dict]:
-    voice, entries = self.voices[out.request_id, o.index], []
+def _entries(self: Reply, out: RequestOutput, o: CompletionOutput) -> Iterator[dict]:
+    voice = self.voices[out.request_id, o.index]
     if voice.held is not None:
         held = RequestOutput(out.request_id, None, [], [voice.held], False, out.metrics)
         o, = merge(held, replace(out, outputs=[o])).outputs
     wait = not o.finish_reason and (not (o.text or voice.prefix and not voice.begun) or bool(voice.prefix) and self.k is not None and out.prompt_logprobs is None)
     voice.held = o if wait else None
-    if wait: return []
-    if self.chat and not voice.begun: entries.append(dict(index=voice.index, delta=dict(role="assistant", content=""), finish_reason=None, logprobs=None))
-    return [*entries, self.choice(voice, o, out.prompt_logprobs)]
+    if wait: return
+    if self.chat and not voice.begun: yield dict(index=voice.index, delta=dict(role="assistant", content=""), finish_reason=None, logprobs=None)
+    yield self.choice(voice, o, out.prompt_logprobs)
 
 def _chunk(self: Reply, choices: list, last: bool = False) -> dict:
     object_ = self.head["object"] + (".chunk" if self.chat else "")
