@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
-           'Generation', 'PhaseClock', 'StepRecord', 'as_token_ids', 'Engine', 'build_engine', 'EngineThread',
-           'check_later', 'check_sizes', 'check_kinds', 'num_pool_blocks', 'LLM']
+           'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine',
+           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'longest_text', 'num_pool_blocks', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 import torch
 from .devices import Device, free_memory, get_device, resolve_dtype
-from .kv_cache import BlockAllocator, KVPool, block_bytes, blocks_needed, default_pool_bytes
-from .models import Decoder, LocalExecutor
+from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
+from .models import Decoder, LocalExecutor, limit_window
+from .prefix_cache import PrefixCache
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
 from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
@@ -222,11 +223,18 @@ class StepRecord:
     def num_tokens(self) -> int: return sum(n for _, n, _ in self.chunks)
 
 # %% ../nbs/11_engine.ipynb #6b33d6bd
+def cache_salt(prompt) -> str:
+    "The salt of a prompt: only prompts with the same salt share cached blocks. A dict may hold a `cache_salt`."
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and (not isinstance(salt, str) or not 1 <= len(salt) <= 128):
+        raise ValueError(f"cache_salt={salt!r:.160} must be a str of 1 to 128 characters")
+    return salt or ""
+
 def as_token_ids(prompt, tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:
     "Text (if there is any) and token ids of a prompt: str, list of ids, or a dict with `prompt_token_ids` or `prompt`."
     if isinstance(prompt, dict):
-        if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
-            raise ValueError(f"prompt dict has keys {sorted(prompt)}; it may hold 'prompt_token_ids' or 'prompt', or both")
+        if not prompt.keys() & {"prompt", "prompt_token_ids"} or prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+            raise ValueError(f"prompt dict has keys {sorted(prompt)}; it may hold 'prompt_token_ids' or 'prompt', or both, and 'cache_salt'")
         text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if text is not None and not isinstance(text, str) or prompt is not text and isinstance(prompt, str):
             raise TypeError(f"prompt={text!r:.80} must be a str and prompt_token_ids={prompt!r:.80} a list of int")
@@ -243,7 +251,9 @@ def as_token_ids(prompt, tokenizer, vocab_size: int) -> tuple[str | None, list[i
 class Engine:
     "The synchronous step loop. It is given its parts; `LLM` builds them."
     def __init__(self, executor, scheduler: Scheduler, tokenizer, vocab_size: int, stop_ids: frozenset[int] = frozenset(),
-                 seed: int = 0, log_size: int = 4096):
+                 seed: int = 0, log_size: int = 4096,
+                 length_matters: bool = False):          # keys depend on the prompt's length (dynamic rope)
+        self.length_matters = length_matters
         self.executor, self.scheduler, self.tokenizer = executor, scheduler, tokenizer
         self.vocab_size, self.stop_ids = vocab_size, stop_ids
         self.rng, self.ids = random.Random(seed), itertools.count()
@@ -268,12 +278,14 @@ class Engine:
         arrival = time.monotonic() if arrival is None else arrival
         rid = request_id or str(next(self.ids))
         seed = params.seed if params.seed is not None else self.rng.getrandbits(63)
+        salt = cache_salt(prompt) + (f" {len(ids)}" if self.length_matters else "")
         eos = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids, bad_words = eos | set(params.stop_token_ids or ()), bad_word_ids(params.bad_words or (), self._spell)
         choices = []
         for i in range(params.n):
             request = Request(f"{rid}-{i}" if params.n > 1 else rid, ids, max_tokens, priority, arrival,
-                              prompt_logits=params.prompt_logprobs is not None and i == 0)
+                              prompt_logits=params.prompt_logprobs is not None and i == 0, cache_salt=salt,
+                              parent=choices[0].request if i else None)
             row = SamplingRow(params, ids, request.output_token_ids, seed, i, stop_ids, bad_words)
             choices.append(Choice(i, request, row, eos, Detokenizer(self.tokenizer, ids, params.skip_special_tokens),
                                   StopStrings(params.stop or [], params.include_stop_str_in_output)))
@@ -389,7 +401,9 @@ Engine._accept, Engine._end, Engine._end_with_error, Engine._fail, Engine.abort 
 def _count_admission(self: Engine, r: Request, now: float):
     generation, _ = self.live[r]
     if generation.metrics.first_scheduled_time is None: generation.metrics.first_scheduled_time = now
-    if not r.num_preemptions: self.counters["prompt_tokens"] += len(r.prompt_token_ids)
+    if not r.num_preemptions:
+        self.counters["prompt_tokens"] += len(r.prompt_token_ids)
+        self.counters["cached_tokens"] += r.num_cached
 
 def _record(self: Engine, plan: Schedule, clock: PhaseClock, chunks: list, free_blocks: int, error: str | None):
     s, names = self.scheduler, lambda rs: [r.request_id for r in rs]
@@ -401,25 +415,31 @@ def _record(self: Engine, plan: Schedule, clock: PhaseClock, chunks: list, free_
 
 def _output(self: Engine, g: Generation, outs: list[CompletionOutput]) -> RequestOutput:
     logprobs = g.prompt_logprobs if all(c.row.output_token_ids for c in g.choices[:1]) else None
-    return RequestOutput(g.request_id, g.prompt, g.prompt_token_ids, outs, not g.unfinished, g.metrics, logprobs)
+    return RequestOutput(g.request_id, g.prompt, g.prompt_token_ids, outs, not g.unfinished, g.metrics, logprobs,
+                         g.choices[0].request.num_cached)
 
 def stats(self: Engine) -> dict:
     "Counters and gauges of the engine, plain numbers."
     s = self.scheduler
+    prefix = {f"prefix_cache_{name}": getattr(s.cache, name, 0) for name in ("queries", "hits", "evictions")}     # in tokens
     return dict(self.counters, requests_running=len(s.running), requests_waiting=len(s.waiting), preemptions=s.preemptions,
-                kv_blocks_total=s.allocator.num_blocks, kv_blocks_free=s.allocator.num_free)
+                recomputed_tokens=s.recomputed, kv_blocks_total=s.allocator.num_blocks, kv_blocks_free=s.allocator.num_free, **prefix)
 
 Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_admission, _record, _output, stats
 
 # %% ../nbs/11_engine.ipynb #668224b2
 def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int, block_size: int = 16, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, stop_ids: frozenset[int] = frozenset(), seed: int = 0,
-                 dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096) -> Engine:
+                 dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096,
+                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True) -> Engine:
     "An engine over `model`, with a KV pool of `num_blocks` blocks. Raises `ValueError` for sizes that do not go together."
     c = model.config
-    scheduler = Scheduler(BlockAllocator(num_blocks), block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
-    pool = KVPool(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype, device)
-    return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size)
+    allocator = PrefixCache(num_blocks, block_size) if enable_prefix_caching else BlockAllocator(num_blocks)
+    scheduler = Scheduler(allocator, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
+                          window=c.window, sinks=c.attention_sinks)
+    pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+    dynamic_rope = c.rope is not None and c.rope.get("rope_type") == "dynamic"
+    return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
 
 # %% ../nbs/11_engine.ipynb #481e8683
 class EngineThread:
@@ -485,8 +505,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(quantization=None, kv_cache_dtype="auto", enable_prefix_caching=False, sliding_window=None,
-             speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
+LATER = dict(quantization=None, speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -507,13 +526,24 @@ def check_kinds(*values_and_kind):
         for name, value in values.items():
             if type(value) is not kind: raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else kind.__name__}")
 
-# %% ../nbs/11_engine.ipynb #8cc0b565
+# %% ../nbs/11_engine.ipynb #49a21c42
+def longest_text(config, max_model_len: int | None) -> int:
+    "The longest prompt + output: what is asked for, or the model's context. Raises `ValueError` beyond that, but warns only where a window bounds what is seen."
+    if max_model_len is None or max_model_len <= config.max_model_len: return max_model_len or config.max_model_len
+    beyond = f"max_model_len={max_model_len} exceeds the model's {config.max_model_len} positions"
+    if config.rope is None: raise ValueError(f"{beyond}, which are learned ones")
+    if config.window is None: raise ValueError(f"{beyond}; that works only with a sliding_window")
+    print(f"MicroGen: {beyond}: what lies more than {config.window} tokens back is forgotten"
+          f"{f', except the first {config.attention_sinks}' if config.attention_sinks else ''}", file=sys.stderr)
+    return max_model_len
+
+# %% ../nbs/11_engine.ipynb #fd57f871
 def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_cache_memory: int | None,
-                    max_tokens: int, gpu_memory_utilization: float) -> int:
+                    max_tokens: int, gpu_memory_utilization: float, kv_cache_dtype: str = "auto") -> int:
     "Blocks of the KV pool: as told, or what memory allows, but no more than `max_tokens` tokens can use."
     if num_blocks: return num_blocks
     c = model.config
-    size = block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype)
+    size = block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype)
     if kv_cache_memory is None:
         total = torch.cuda.get_device_properties(device.torch_device).total_memory if device.kind == "cuda" else 0
         kv_cache_memory = default_pool_bytes(device.kind, free_memory(device), total, gpu_memory_utilization)
@@ -538,11 +568,21 @@ class LLM:
         seed: int = 0,                               # seeds requests that bring no seed of their own
         tokenizer: str | None = None,                # another folder to take the tokenizer from
         revision: str | None = None, trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9, enforce_eager: bool = False, **later):
+        gpu_memory_utilization: float = 0.9, enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,          # prompts that begin alike share what was computed
+        kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
+        sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
+        attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
+        **later):
         check_later(later)
         check_sizes(dict(block_size=block_size), dict(num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens))
-        check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager), bool)
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window,
+                    attention_sinks=attention_sinks))
+        check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
+                    enable_prefix_caching=enable_prefix_caching), bool)
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"{kv_cache_dtype=} is not supported; use one of {', '.join(KV_CACHE_DTYPES)}")
+        if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
         if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
         self.device = get_device(device)
@@ -552,22 +592,24 @@ class LLM:
         self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
         net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code)
+        if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
         self.model, self.config, self.weight_bytes = str(model), net.config, sum(p.nbytes for p in net.parameters())
-        self.max_model_len = max_model_len or net.config.max_model_len
-        if self.max_model_len > net.config.max_model_len:
-            raise ValueError(f"{max_model_len=} exceeds the model's {net.config.max_model_len} positions")
+        self.max_model_len = longest_text(net.config, max_model_len)
         budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
         seats = max_num_seqs or min(64, budget)
         num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
-                                     seats * self.max_model_len, gpu_memory_utilization)
+                                     seats * self.max_model_len, gpu_memory_utilization, kv_cache_dtype)
         engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
-                              self.dtype, where)
+                              self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching)
+        self.kv_cache_dtype = kv_cache_dtype
         self.kv_pool_bytes = engine.executor.pool.nbytes
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
         print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
               f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
-              f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB); "
+              f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
+              f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
+              f"{f'window of {net.config.window} tokens; ' if net.config.window else ''}"
               f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
 
     @property
@@ -585,8 +627,17 @@ class LLM:
     def __exit__(self, *exc): self.close()
     def __repr__(self): return f"LLM({self.model!r}{', closed' if self._thread.closed else ''})"
 
+    def reset_prefix_cache(self) -> bool:
+        "Forget all cached prefixes (requests that run keep their blocks). False if there is no prefix cache."
+        cache, done = self.engine.scheduler.cache, threading.Event()
+        if cache is None: return False
+        self._thread._post(lambda: (cache.reset(), done.set()))
+        while not done.wait(.1):
+            if self._thread.closed: raise RuntimeError("this LLM was closed meanwhile; create a new one")
+        return True
+
     def stats(self) -> dict:
-        "What the engine is and has done, one plain dict; sizes in bytes."
+        "What the engine is and has done, one plain dict; sizes in bytes, prefix cache figures in tokens."
         return dict(model=self.model, weights_source=self.weights_source, dtype=str(self.dtype)[6:], device=self.device.name,
                     weight_bytes=self.weight_bytes, kv_pool_bytes=self.kv_pool_bytes, **self.engine.stats())
 

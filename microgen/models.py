@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SUPPORTED', 'ROPE_TYPES', 'ACTIVATIONS', 'ModelConfig', 'config_from_hf', 'Rope', 'apply_rope', 'make_norm',
-           'Attention', 'MLP', 'DecoderLayer', 'StepContext', 'Decoder', 'Piece', 'weight_map', 'LocalExecutor']
+           'Attention', 'MLP', 'DecoderLayer', 'StepContext', 'Decoder', 'Piece', 'weight_map', 'limit_window',
+           'LocalExecutor']
 
 # %% ../nbs/07_models.ipynb #ef6b01f7
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +47,12 @@ class ModelConfig:
     qk_norm: bool = False                   # RMSNorm on each query and key head (Qwen3)
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()    # sliding window of each layer, None: full attention
+    attention_sinks: int = 0                # tokens at the start that a windowed layer sees all the same
+
+    @property
+    def window(self) -> int | None:
+        "How far back some layer looks: what lies before can be freed. None: everywhere."
+        return None if None in self.windows else max(self.windows)
 
     @property
     def max_model_len(self) -> int:
@@ -285,6 +292,16 @@ def weight_map(config: ModelConfig) -> dict[str, Piece]:
     return {ours: piece(ours) for ours in parameters}
 
 # %% ../nbs/07_models.ipynb #81a9a442
+def limit_window(model: Decoder, window: int, sinks: int = 0):
+    """Let each layer of `model` look at most `window` tokens back (its own window, if smaller), and always at the first `sinks`.
+
+    Streaming with sinks: Xiao et al., 2023, arXiv:2309.17453, here with true positions. Raises `ValueError` for learned positions."""
+    c = model.config
+    if c.rope is None: raise ValueError(f"sliding_window={window!r} needs rotary positions, and {c.family} has learned ones; leave it out")
+    model.config = replace(c, windows=tuple(min(window, w or window) for w in c.windows), attention_sinks=sinks)
+    for layer, w in zip(model.layers, model.config.windows): layer.attn.window = w
+
+# %% ../nbs/07_models.ipynb #095d63ec
 class LocalExecutor:
     "Runs `StepInput`s on one device. `execute` is all that the engine calls."
     def __init__(self, model: Decoder, pool: KVPool, device: "torch.device | str" = "cpu", attention: str = "sdpa"):
@@ -296,7 +313,8 @@ class LocalExecutor:
         "Float32 logits `[len(step.logit_rows), vocab]`; the step's keys and values are in the pool afterwards."
         tensor = lambda x: torch.tensor(x, device=self.device)
         lens, queries = tensor(step.prompt_lens), tensor(step.query_lens)
-        plan = plan_attention(step, self.pool.block_size, self.device)
+        plan = plan_attention(step, self.pool.block_size, self.device, self.model.config.attention_sinks)
+        if step.block_copies: self.pool.copy_blocks(step.block_copies)
         hidden = self.model(tensor(step.token_ids), tensor(step.positions), lens.repeat_interleave(queries), plan,
                             self.pool, self.attention)
         if not step.logit_rows: return torch.empty(0, self.model.config.vocab_size, device=self.device)

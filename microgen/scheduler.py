@@ -11,7 +11,8 @@ import enum
 import itertools
 import time
 from dataclasses import dataclass, field
-from .kv_cache import BlockAllocator, OutOfBlocks, StepInput, blocks_needed
+from .kv_cache import FREED, BlockAllocator, OutOfBlocks, StepInput, blocks_needed
+from .prefix_cache import Prefix, PrefixCache, root
 
 # %% ../nbs/10_scheduler.ipynb #9b7df6fc
 class Status(enum.Enum):
@@ -26,9 +27,15 @@ class Request:
     priority: int = 0                                   # lower is served earlier
     arrival: float = field(default_factory=time.monotonic)
     prompt_logits: bool = False                         # logits wanted at every prompt position
+    cache_salt: str = ""                                # only requests with the same salt share cached blocks
+    parent: "Request | None" = None                     # a request with the same prompt, whose blocks it may share
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0                                 # tokens of its prompt that it did not have to compute
+    num_lost: int = 0                                   # tokens computed when it was last preempted
+    block_copy: tuple[int, int] | None = None           # (from, to): still to be done before it writes
+    prefixes: list[Prefix] = field(default_factory=list, repr=False)    # of its full blocks, as far as worked out
     status: Status = Status.WAITING
     num_preemptions: int = 0
 
@@ -77,13 +84,16 @@ class Schedule:
 class Scheduler:
     "Continuous batching over a paged cache: see the rule above."
     def __init__(self, allocator: BlockAllocator, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 max_model_len: int, ageing: float = 30.0):
+                 max_model_len: int, ageing: float = 30.0,
+                 window: int | None = None, sinks: int = 0):     # no layer looks further back than `window`, except at the first `sinks`
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"max_num_seqs={max_num_seqs!r} must be between 1 and max_num_batched_tokens="
                              f"{max_num_batched_tokens!r}: every running request decodes one token a step")
         self.allocator, self.block_size = allocator, block_size
+        self.cache = allocator if isinstance(allocator, PrefixCache) else None
         self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len = max_num_seqs, max_num_batched_tokens, max_model_len
-        self.waiting, self.running, self.preemptions = RequestQueue(ageing), [], 0
+        self.window, self.sinks = window, sinks
+        self.waiting, self.running, self.preemptions, self.recomputed = RequestQueue(ageing), [], 0, 0
 
     def schedule(self) -> Schedule:
         "Decide the next step."
@@ -110,8 +120,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens - plan.num_tokens
         while budget and len(self.waiting) and len(self.running) < self.max_num_seqs:
             r = self.waiting.peek()
-            if blocks_needed(r.num_tokens, self.block_size) + len(self.running) > self.allocator.num_free: return
-            self._reserve(self.waiting.pop(), r.num_tokens)
+            if self._shares_unread(r) or not self._take(r, budget): return
+            self.waiting.pop()
             r.status = Status.RUNNING
             self.running.append(r); plan.admitted.append(r)
             plan.chunks[r] = min(r.lag, budget); budget -= plan.chunks[r]
@@ -124,23 +134,112 @@ class Scheduler:
 
     def _preempt(self, r: Request, plan: Schedule):
         "Back to the queue; its tokens are kept, its cache is not."
+        r.num_lost = r.num_computed
         self.running.remove(r); self._release(r)
         r.status, r.num_preemptions, self.preemptions = Status.WAITING, r.num_preemptions + 1, self.preemptions + 1
         self.waiting.push(r); plan.preempted.append(r)
 
     def _release(self, r: Request):
         "Give back its blocks, last one first: the start of a text is the likeliest to be wanted again."
-        self.allocator.release(r.block_table[::-1])
-        r.block_table, r.num_computed = [], 0
+        self.allocator.release([b for b in reversed(r.block_table) if b != FREED])
+        r.block_table, r.num_computed, r.block_copy = [], 0, None
 
     def advance(self, plan: Schedule):
-        "The step has run: its tokens are in the cache."
-        for r, n in plan.chunks.items(): r.num_computed += n
+        "The step has run: its tokens are in the cache. Full blocks get their names, and what left the window is freed."
+        for r, n in plan.chunks.items():
+            before, r.num_computed, r.block_copy = r.num_computed, r.num_computed + n, None
+            if self.cache: self._publish(r, before)
+            if self.window: self._free_outside(r)
+
+# %% ../nbs/10_scheduler.ipynb #07b7a1c4
+def _outside(self: Scheduler, num_computed: int) -> range:
+    "Logical blocks that no token at position `num_computed` or later looks into."
+    if self.window is None: return range(0)
+    first = blocks_needed(self.sinks, self.block_size)
+    return range(first, max(first, (num_computed - self.window + 1) // self.block_size))
+
+def blocks_at_once(self: Scheduler, num_tokens: int) -> int:
+    "The most blocks that a request of `num_tokens` ever holds at the same time."
+    needed = blocks_needed(num_tokens, self.block_size)
+    if self.window is None: return needed
+    span = blocks_needed(self.window - 1 + self.max_num_batched_tokens, self.block_size) + 1     # a window and a chunk
+    return min(needed, blocks_needed(self.sinks, self.block_size) + span)
+
+def _free_outside(self: Scheduler, r: Request):
+    "Give back the blocks of `r` that have left the window."
+    gone = []
+    for i in reversed(self._outside(r.num_computed)):
+        if r.block_table[i] == FREED: break
+        gone.append(r.block_table[i]); r.block_table[i] = FREED
+    self.allocator.release(gone[::-1])
+
+Scheduler._outside, Scheduler.blocks_at_once, Scheduler._free_outside = _outside, blocks_at_once, _free_outside
+
+# %% ../nbs/10_scheduler.ipynb #9afc0124
+def _prefixes(self: Scheduler, r: Request, n: int) -> list[Prefix]:
+    "The prefixes of the first `n` full blocks of `r`, worked out once."
+    for i in range(len(r.prefixes), n):
+        tokens = r.tokens(i * self.block_size, (i + 1) * self.block_size)
+        r.prefixes.append(self.cache.extend(r.prefixes[-1] if i else root(r.cache_salt), tokens))
+    return r.prefixes[:n]
+
+def _publish(self: Scheduler, r: Request, before: int):
+    "Name the blocks that became full since `r` had `before` computed tokens."
+    first, last = before // self.block_size, r.num_computed // self.block_size
+    if first == last: return
+    for block, prefix in zip(r.block_table[first:last], self._prefixes(r, last)[first:]): self.cache.publish(block, prefix)
+
+def _shares_unread(self: Scheduler, r: Request) -> bool:
+    "Should `r` wait for its parent to finish reading the prompt that they share?"
+    return r.parent is not None and r.parent.status is Status.RUNNING and r.parent.num_computed < len(r.prompt_token_ids)
+
+def _cached(self: Scheduler, r: Request) -> tuple[list[int], int]:
+    "Blocks that hold the start of `r`, the last one perhaps in part, and how many of its tokens they hold: all but one at most."
+    if r.prompt_logits: return [], 0
+    found = self.cache.find(self._prefixes(r, r.num_tokens // self.block_size)) if self.cache else []
+    prompt = len(r.prompt_token_ids)
+    sources = [(found, len(found) * self.block_size)]
+    if r.parent is not None and r.parent.status is Status.RUNNING: sources.append((r.parent.block_table, min(r.parent.num_computed, prompt)))
+    for blocks, tokens in sorted(sources, key=lambda source: -source[1]):
+        tokens = min(tokens, r.num_tokens - 1)
+        outside = self._outside(tokens)
+        blocks = [FREED if i in outside else b for i, b in enumerate(blocks[:blocks_needed(tokens, self.block_size)])]
+        if blocks.count(FREED) <= len(outside): return blocks, tokens      # nothing that it needs has left another's window
+    return [], 0
+
+Scheduler._prefixes, Scheduler._publish, Scheduler._shares_unread, Scheduler._cached = _prefixes, _publish, _shares_unread, _cached
+
+# %% ../nbs/10_scheduler.ipynb #fd6e2fd0
+def _take(self: Scheduler, r: Request, budget: int) -> bool:
+    "Give `r` its first blocks, cached ones and new ones, if they fit and a spare one remains for each running request."
+    blocks, cached = self._cached(r)
+    shared = blocks[:cached // self.block_size]
+    held = [b for b in shared if b != FREED]
+    until = r.num_tokens if self.window is None else min(r.num_tokens, cached + budget)
+    new = blocks_needed(until, self.block_size) - len(shared)
+    reserved = max(new, self.blocks_at_once(r.num_tokens) - len(held))
+    revived = sum(self.allocator.ref_counts[b] == 0 for b in held)
+    if reserved + revived + len(self.running) > self.allocator.num_free: return False
+    self.allocator.share(held)
+    r.block_table, r.num_computed = shared + self.allocator.allocate(new), cached
+    if len(blocks) > len(shared): r.block_copy = blocks[-1], r.block_table[len(shared)]
+    self._count(r)
+    return True
+
+def _count(self: Scheduler, r: Request):
+    "Statistics of an admission: what was looked for and found, or had to be computed once more."
+    if r.num_preemptions: self.recomputed += max(0, r.num_lost - r.num_computed); return
+    r.num_cached = r.num_computed
+    if self.cache and not r.prompt_logits: self.cache.queries += r.num_tokens; self.cache.hits += r.num_cached
+
+Scheduler._take, Scheduler._count = _take, _count
 
 # %% ../nbs/10_scheduler.ipynb #baf91ce7
 def room(self: Scheduler, prompt_len: int) -> int:
     "How many tokens can follow a prompt of `prompt_len` (the last one needs no cache slot); may be < 1."
-    return min(self.max_model_len - prompt_len, self.capacity - prompt_len + 1)
+    fits = self.max_model_len - prompt_len
+    if self.blocks_at_once(self.max_model_len) <= self.allocator.num_blocks: return fits
+    return min(fits, self.capacity - prompt_len + 1)
 
 def check_fits(self: Scheduler, prompt_len: int, max_tokens: int):
     "Raise `ValueError`, with the numbers, when such a request could never finish."
@@ -174,6 +273,7 @@ def make_step(plan: Schedule, block_size: int) -> StepInput:
     "The `StepInput` of a decision, requests in the order of `plan.chunks`."
     step = StepInput()
     for r, n in plan.chunks.items():
+        if r.block_copy: step.block_copies.append(r.block_copy)
         start, prompt_len = r.num_computed, len(r.prompt_token_ids)
         wanted = "all" if r.prompt_logits and start < prompt_len else "last" if n == r.lag else "none"
         step.add(r.tokens(start, start + n), start, prompt_len, r.block_table, block_size, wanted)
