@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['log', 'access_log', 'router', 'ERRORS', 'Job', 'receive', 'news', 'settle', 'close', 'Service', 'admit',
-           'check_model', 'note', 'cut', 'drain', 'prepare', 'charge', 'answer', 'finished', 'event', 'events',
+           'check_model', 'note', 'cut', 'drain', 'prepare', 'charge', 'begin', 'answer', 'finished', 'event', 'events',
            'EventStream', 'Visit', 'Gate', 'error_response', 'check_key', 'limited', 'unexpected', 'service_of',
-           'completions', 'chat_completions', 'models', 'model', 'model_card', 'health', 'ready', 'version',
+           'completions', 'chat_completions', 'models', 'model', 'model_card', 'health', 'ready', 'metrics', 'version',
            'server_info', 'model_info', 'reset_prefix_cache', 'TokenizeRequest', 'DetokenizeRequest', 'tokens_of',
            'tokenize', 'detokenize', 'ErrorDetail', 'ErrorBody', 'on_invalid', 'on_http_error', 'openapi', 'create_app',
            'load', 'bind', 'url_of', 'Quiet', 'uvicorn_server', 'Server', 'serve', 'run_server', 'banner', 'bar',
@@ -41,8 +41,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from . import __version__
 from .engine import LLM, Generation, RequestOutput, as_token_ids, merge
+from .metrics import Metrics
 from .protocol import (DEFAULT_TOKENS, APIError, ChatRequest, CompletionRequest, Fields, Ids, Reply, Speller, check_refused, failure,
                                invalid, parse_messages, parse_params, parse_prompts, printable, unavailable)
+from .rate_limit import RateLimiter
 from .sampling import SamplingParams
 from .weights import is_path_like, render_chat
 
@@ -67,6 +69,7 @@ class Job:
         self.generations = {g.request_id: g for g in generations}
         try: self.engine.submit(generations, self.post)
         except RuntimeError: raise self.service.trouble() or unavailable("the engine has stopped", "engine_stopped") from None
+        self.service.metrics.submitted(*generations)
         self.unfinished = set(self.generations)
 
     def post(self, out: RequestOutput):
@@ -76,6 +79,7 @@ class Job:
 # %% ../nbs/17_api.ipynb #3af4e7b2
 def receive(self: Job, out: RequestOutput):
     "Take in an output, in the event loop."
+    self.service.metrics.observe(out)
     self.tokens, self.metrics = self.tokens + sum(len(o.token_ids) for o in out.outputs), self.metrics or out.metrics
     if out.finished:
         self.unfinished.discard(out.request_id)
@@ -122,14 +126,15 @@ class Service:
     def __init__(self,
         names: tuple[str, ...] = (),              # what the model is called; default: after the model
         chat_template: str | None = None,         # Jinja, instead of the model's own
-        limiter=None,                             # a `RateLimiter`
+        limiter: RateLimiter | None = None,
         max_waiting: int = 256,                   # choices that may wait, beyond those that run
         unread: int = 256,                        # outputs kept apart for a slow reader, see `Job`
         stall: float = 60.0,                      # seconds that a reader may take for nothing at all
     ):
         self.names, self.chat_template, self.limiter = tuple(names), chat_template, limiter
         self.max_waiting, self.unread, self.stall = max_waiting, unread, stall
-        self.llm, self.state, self.error, self.cutting = None, "loading", None, False      # loading, ready, draining, failed
+        self.llm, self.metrics, self.error, self.cutting = None, None, None, False
+        self.state = "loading"                    # then ready, draining; or failed
         self.jobs: set[Job] = set()
         self.live, self.noted, self.created = 0, set(), int(time.time())
 
@@ -138,6 +143,7 @@ class Service:
         self.llm, self.speller = llm, Speller(llm.tokenizer)
         self.aliases = {llm.model}                # the path or name that it was loaded by
         self.names = self.names or (re.split(r"[\\/]", llm.model.rstrip("\\/"))[-1] if is_path_like(llm.model) else llm.model,)
+        self.metrics = Metrics(llm, self.names[0])
         self.seats = llm.engine.scheduler.max_num_seqs + self.max_waiting
         if self.state == "loading": self.state = "ready"
 
@@ -216,27 +222,33 @@ def charge(service: Service, key: str, generations: list[Generation]):
     raise APIError(429, f"rate limit reached: {admission.reason}", "rate_limit_exceeded", None, "rate_limit_error", admission.headers() | wait)
 
 # %% ../nbs/17_api.ipynb #13ad7f7d
-async def answer(service: Service, request: Request, body: Fields) -> Response:
-    "Answer a completion or chat request, whole or as a stream."
+async def begin(service: Service, visit: "Visit", body: Fields) -> tuple[Job, Reply]:
+    "Check a completion or chat request and hand it to the engine. Raises `APIError`."
     if error := service.trouble(): raise error
     model = service.check_model(body.model)
     service.note(check_refused(body))
-    params = parse_params(body)
-    prompts = parse_messages(body.messages) if isinstance(body, ChatRequest) else parse_prompts(body.prompt)
-    visit = request.scope["visit"]
-    visit.job = job = service.admit(params.n * (1 if isinstance(body, ChatRequest) else len(prompts)))
+    params, chat = parse_params(body), isinstance(body, ChatRequest)
+    prompts = parse_messages(body.messages) if chat else parse_prompts(body.prompt)
+    visit.job = job = service.admit(params.n * (1 if chat else len(prompts)))
     try:
         generations = await asyncio.to_thread(prepare, service, body, params, prompts)
         job.admission = charge(service, visit.key, generations)
-        visit.headers |= job.admission.headers() if job.admission else {}
+        visit.headers = job.admission.headers() if job.admission else {}
         job.submit(generations)
-        reply = Reply(body, generations, service.speller, f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{visit.id}", model)
-        if body.stream: return EventStream(job, reply)
-        outputs = await finished(job, request)
+        return job, Reply(body, generations, service.speller, f"{'chatcmpl' if chat else 'cmpl'}-{visit.id}", model)
     except BaseException:
         job.close()
         raise
-    job.close()
+
+async def answer(service: Service, request: Request, body: Fields) -> Response:
+    "Answer a completion or chat request, whole or as a stream."
+    try: job, reply = await begin(service, request.scope["visit"], body)
+    except APIError as e:
+        if service.metrics: service.metrics.rejected(e.code)
+        raise
+    if body.stream: return EventStream(job, reply)
+    try: outputs = await finished(job, request)
+    finally: job.close()
     return JSONResponse(reply.whole(outputs))
 
 # %% ../nbs/17_api.ipynb #75986b8f
@@ -416,6 +428,12 @@ async def ready(request: Request):
     if s.live >= s.seats: raise unavailable("the queue is full", "overloaded")
     return {"status": s.state, "running_or_waiting": s.live, "seats": s.seats}
 
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request):
+    "Prometheus' page."
+    body, kind = await asyncio.to_thread(service_of(request).metrics.render)
+    return Response(body, headers={"Content-Type": kind})
+
 @router.get("/version")
 async def version(): return {"version": __version__}
 
@@ -437,10 +455,8 @@ async def model_info(request: Request):
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request):
-    "Forget cached prefixes."
-    llm = service_of(request).llm
-    if not hasattr(llm, "reset_prefix_cache"): raise APIError(400, "this engine has no prefix cache", "unsupported_parameter")
-    return {"reset": await asyncio.to_thread(llm.reset_prefix_cache) is not False}
+    "Forget cached prefixes; `reset` is false when there is no prefix cache."
+    return {"reset": await asyncio.to_thread(service_of(request).llm.reset_prefix_cache)}
 
 # %% ../nbs/17_api.ipynb #25511767
 class TokenizeRequest(BaseModel):
@@ -545,7 +561,7 @@ def create_app(
     app.add_middleware(Gate, keys=tuple(api_keys), max_body=max_body)
     if cors_origins:                              # outermost: also a refusal must carry its headers
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
-                           expose_headers=["x-request-id", "retry-after"])
+                           expose_headers=["x-request-id", "retry-after", *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))])
     return app
 
 def load(service: Service, loader: Callable[[], LLM]):
