@@ -647,7 +647,7 @@ def serve(
     llm: LLM | Callable[[], LLM],                 # the model, or a function that loads it
     host: str = "127.0.0.1",                      # "0.0.0.0": the whole network may ask
     port: int = 0,                                # 0: any free one
-    *, api_key: str | None = None,                # clients must show it
+    *, api_key: str | None = None,                # clients must show it; or several, as `api_keys`
     **options,                                    # see `create_app` and `Service`
 ) -> Server:
     "Serve `llm` over HTTP from this process, until the returned `Server` is stopped. Raises `OSError` when the port is taken."
@@ -655,8 +655,8 @@ def serve(
     if port in _running and _running[port].thread.is_alive():
         print(f"MicroGen: the server that ran on port {port} is stopped; a new one takes its place", file=sys.stderr)
         _running[port].stop()
-    app = create_app(llm, api_keys=(api_key,) if api_key else (), **options)
-    return Server(app, host, port, api_key)
+    keys = (*([api_key] if api_key else []), *options.pop("api_keys", ()))
+    return Server(create_app(llm, api_keys=keys, **options), host, port, next(iter(keys), None))
 
 # %% ../nbs/17_api.ipynb #8b00cf9a
 def run_server(
