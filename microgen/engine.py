@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine',
-           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'longest_text', 'num_pool_blocks', 'LLM']
+           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'longest_text', 'num_pool_blocks', 'LLM',
+           'side_by_side', 'Capacity', 'read_config', 'plan_capacity']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -22,12 +23,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from .devices import Device, free_memory, get_device, resolve_dtype
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
-from .models import Decoder, LocalExecutor, limit_window
+from .models import Decoder, LocalExecutor, ModelConfig, config_from_hf, limit_window
 from .prefix_cache import PrefixCache
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
-from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
-                              stop_token_ids)
+from .weights import (DEFAULT_MODEL, encode_prompt, hub_model, is_path_like, kaggle_model, load_config, load_model,
+                              load_tokenizer, render_chat, resolve_model, stop_token_ids)
 
 # %% ../nbs/11_engine.ipynb #01c77347
 class Detokenizer:
@@ -738,3 +739,75 @@ async def astream(self: LLM, prompt, sampling_params=None, priority: int = 0) ->
         if out is None or not out.finished: self._thread.abort([generation.request_id])
 
 LLM._chat_prompts, LLM.chat, LLM.stream, LLM._prepare_one, LLM._follow, LLM.astream = _chat_prompts, chat, stream, _prepare_one, _follow, astream
+
+# %% ../nbs/11_engine.ipynb #3451eb93
+def side_by_side(scheduler: Scheduler, num_tokens: int) -> int:
+    "How many requests of `num_tokens` (prompt and output) an idle `scheduler` runs at once without ever preempting one."
+    text = [0] * max(1, num_tokens - 1)                        # the last token needs no slot
+    if scheduler.room(len(text)) < 1: return 0
+    for i in range(scheduler.max_num_seqs): scheduler.add(Request(str(i), text, 1))
+    while (plan := scheduler.schedule()).chunks: scheduler.advance(plan)
+    return len(scheduler.running)
+
+# %% ../nbs/11_engine.ipynb #1be50ebf
+@dataclass(frozen=True, repr=False)
+class Capacity:
+    "What a model needs and what then fits. Sizes in bytes, counted from the config."
+    model: str
+    dtype: str
+    kv_cache_dtype: str
+    weight_bytes: int
+    block_bytes: int              # one KV block, all layers
+    block_size: int
+    num_blocks: int
+    tokens_per_request: int
+    requests: int                 # of that length, running side by side
+    max_num_seqs: int
+
+    @property
+    def pool_bytes(self) -> int: return self.num_blocks * self.block_bytes
+    @property
+    def num_tokens(self) -> int: return self.num_blocks * self.block_size
+
+    def __repr__(self):
+        kv = "" if self.kv_cache_dtype == "auto" else f", KV {self.kv_cache_dtype}"
+        limit = "max_num_seqs" if self.requests == self.max_num_seqs else "KV blocks"
+        rows = [("weights", f"{self.weight_bytes:,} bytes"), ("a KV block", f"{self.block_bytes:,} bytes, {self.block_size} tokens"),
+                ("KV pool", f"{self.pool_bytes:,} bytes, {self.num_blocks:,} blocks, {self.num_tokens:,} tokens"),
+                (f"requests of {self.tokens_per_request:,}", f"{self.requests:,} at once (limited by {limit})")]
+        return "\n".join([f"{self.model}, {self.dtype}{kv}", *(f"  {name:<20} {value}" for name, value in rows)])
+
+# %% ../nbs/11_engine.ipynb #dba16426
+def read_config(model: "str | ModelConfig", revision: str | None = None, trust_remote_code: bool = False) -> ModelConfig:
+    "The `ModelConfig` of `model`, which may be one already; of a hub model only the text files are fetched."
+    if isinstance(model, ModelConfig): return model
+    here = model == DEFAULT_MODEL or is_path_like(model) or kaggle_model(model)
+    return config_from_hf(load_config(resolve_model(model, revision) if here else hub_model(model, revision, ("*.json",)), trust_remote_code))
+
+def plan_capacity(
+    model: "str | ModelConfig" = "smollm2-135m-instruct",
+    tokens_per_request: int = 1024,              # prompt + output of a typical request
+    memory: int | None = None,                   # bytes free on the device before loading; default: what is free now
+    dtype="auto", device="auto", block_size: int = 16, num_blocks: int | None = None, kv_cache_memory: int | None = None,
+    max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None,
+    revision: str | None = None, trust_remote_code: bool = False, gpu_memory_utilization: float = 0.9,
+    kv_cache_dtype: str = "auto", sliding_window: int | None = None, attention_sinks: int | None = None) -> Capacity:
+    "What `LLM` with the same arguments would come to, without loading anything. Raises `ValueError` where `LLM` would."
+    check_sizes(dict(tokens_per_request=tokens_per_request, block_size=block_size), dict(memory=memory, num_blocks=num_blocks,
+                kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens))
+    device = get_device(device)
+    dtype, config = resolve_dtype(dtype, device), read_config(model, revision, trust_remote_code)
+    with torch.device("meta"): net = Decoder(config)
+    if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
+    weights = sum(p.numel() * dtype.itemsize for p in net.parameters())
+    length, c = longest_text(net.config, max_model_len), net.config
+    budget = max_num_batched_tokens or (512 if device.kind == "cpu" else 2048)
+    seats = max_num_seqs or min(64, budget)
+    if num_blocks is None and kv_cache_memory is None:
+        total = memory or (torch.cuda.get_device_properties(device.torch_device).total_memory if device.kind == "cuda" else 0)
+        kv_cache_memory = max(0, default_pool_bytes(device.kind, (memory or free_memory(device)) - weights, total, gpu_memory_utilization))
+    num_blocks = num_pool_blocks(net, device, dtype, block_size, num_blocks, kv_cache_memory, seats * length, gpu_memory_utilization, kv_cache_dtype)
+    scheduler = Scheduler(BlockAllocator(num_blocks), block_size, seats, budget, length, window=c.window, sinks=c.attention_sinks)
+    return Capacity(model if isinstance(model, str) else c.family, str(dtype)[6:], kv_cache_dtype, weights,
+                    block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype), block_size, num_blocks,
+                    tokens_per_request, side_by_side(scheduler, tokens_per_request), seats)
