@@ -8,7 +8,8 @@ __all__ = ['METRICS', 'MIN_BLOCKS', 'ALPHA', 'MARGIN', 'AA_MARGIN', 'AGAIN', 'CL
            'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'repeated', 'labels',
            'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect', 'Result',
            'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
-           'render_report', 'write_report', 'summary', 'Job', 'arrival_times', 'workload']
+           'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
+           'arrival_times', 'workload']
 
 # %% ../nbs/01_bench.ipynb #ddd604f6
 import contextlib, functools, gc, hashlib, io, json, math, os, platform, random, re, statistics, subprocess, sys, tempfile, time
@@ -313,7 +314,7 @@ def trials(
         commit=commit(), arms=names, comparisons=[asdict(c) for c in compare],
         metrics={k: asdict(known[k]) for k in shown}, environment=environment()), path=Path(path))
     begin = block_begin = time.perf_counter()
-    with _appending(run.path) as write, tqdm(total=N, desc=notebook, unit="block", disable=quiet, delay=1e9) as bar:
+    with _appending(run.path) as write, tqdm(total=N, desc=notebook, unit="block", disable=quiet or "TQDM_DISABLE" in os.environ, delay=1e9) as bar:
         write("manifest", run.manifest)
         gc.collect(); gc.freeze()                       # what is there already need not be searched every time
         try:
@@ -602,6 +603,39 @@ def summary(run: Run) -> str:
     m = run.manifest
     head = f"{m['notebook']}: N = {run.N}, {m['environment']['machine']}, commit {m['commit']}, {m['date']}"
     return "\n".join([head, *(f"  {r}" for r in analyse(run))])
+
+def with_unit(x: float, unit: str) -> str:
+    "A value and its unit, three digits of it."
+    if unit != "s": return f"{x:,.0f} {unit}" if abs(x) >= 1000 else f"{x:.3g} {unit}"
+    scale, name = next(((k, n) for k, n in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if abs(x) * k >= 0.9995), (1e9, "ns"))
+    return f"{x * scale:.3g} {name}"
+
+def medians(run: Run, metric: str) -> dict[str, float]:
+    "Arm -> median over the complete blocks, of the arms that gave this metric."
+    values = {arm: run.values(arm, metric) for arm in run.manifest["arms"]}
+    return {arm: float(np.median(v)) for arm, v in values.items() if len(v) and np.isfinite(v).all()}
+
+def table(
+    run: Run,
+    *metrics: str,                                      # default: all of the run's
+) -> str:
+    "Median and quartiles over the blocks of every arm but the A/A ones, as plain text; arms that failed say so."
+    rows = [("arm", "metric", "median", "middle half", "")]
+    failed = {row["arm"] for row in run.errors}
+    for metric in metrics or run.metrics:
+        for arm, middle in medians(run, metric).items():
+            if arm.endswith(AGAIN): continue
+            low, high = (with_unit(float(x), run.metrics[metric].unit) for x in np.quantile(run.values(arm, metric), (0.25, 0.75)))
+            rows.append((arm, metric, with_unit(middle, run.metrics[metric].unit), f"{low} to {high}", "smoke" * (run.N < MIN_BLOCKS)))
+    rows += [(arm, "", "FAILED", next(r["error"] for r in run.errors if r["arm"] == arm), "") for arm in run.manifest["arms"] if arm in failed]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows)
+
+# %% ../nbs/01_bench.ipynb #eb587572
+def on_file(run: Run) -> Run:
+    "The committed run of the notebook that `run` belongs to, or `run` itself, where nothing is committed yet."
+    try: return measured(run.manifest["notebook"])
+    except FileNotFoundError: return run
 
 # %% ../nbs/01_bench.ipynb #9e6518a2
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ MODEL_OPTIONS = [
     click.option("--trust-remote-code", is_flag=True, help="Let the model folder bring Python code of its own."),
     click.option("--max-model-len", type=int, default=None, help="Longest prompt + output, in tokens."),
     click.option("--num-blocks", type=int, default=None, help="KV cache blocks; default: from the free memory."),
+    click.option("--kv-cache-dtype", "--kv-dtype", default="auto", show_default=True, help="How keys and values are kept: auto (as computed), int8, int8-asymmetric."),
+    click.option("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=True, show_default=True, help="Reuse what prompts have in common."),
+    click.option("--sliding-window", type=int, default=None, help="Tokens back that a token sees; allows texts beyond the model's context."),
+    click.option("--attention-sinks", type=int, default=None, help="With a window: tokens at the start that stay in sight."),
 ]
 SAMPLING_OPTIONS = [
     click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
