@@ -2,7 +2,7 @@
 
 Kept by hand, and lazy: importing the package loads nothing else; each name comes from its module when first used.
 """
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "serve", "__version__"]
 
 _HOME = {"LLM": "engine", "SamplingParams": "sampling", "serve": "api"}
 
