@@ -1,0 +1,269 @@
+"""Clients that others wrote, and many of them, against a server of ours. `make clients` runs it.
+
+    python experiments/clients.py PYTHON [--seconds 60] [--clients 64] [--model NAME] [--only openai,schemathesis,storm,stop]
+
+PYTHON is the interpreter of the environment that MicroGen is installed in. The clients (requirements: openai, schemathesis)
+live in another environment, so that neither decides about the other's packages. For every part a server of its own is started:
+
+openai        the official client: chat, completions, streams, logprobs, n, stop, seed, errors as its exception classes
+schemathesis  requests made up from the server's own OpenAPI document: no 500, no hang, nothing undocumented
+storm         many streams at once, of which some are left at random: every token arrives once and in order
+stop          SIGTERM while streams run: all are ended properly, and the server in time
+"""
+import argparse, asyncio, contextlib, json, os, random, re, signal, socket, statistics, subprocess, sys, tempfile, time, urllib.error, urllib.request
+from collections import Counter
+from pathlib import Path
+
+
+# In the server's process
+
+
+def serve(record: str, model: str, *options: str):
+    "`microgen serve`, writing every sequence that ends, as the engine knows it, to the file `record`."
+    from microgen.cli.main import cli
+    from microgen.engine import Engine
+    file, end = open(record, "a", encoding="utf-8", buffering=1), Engine._end
+
+    def recorded(self, request, out, news):
+        text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        line = dict(prompt=request.prompt_token_ids, ids=request.output_token_ids, reason=out.finish_reason, text=text)
+        file.write(json.dumps(line) + "\n")
+        return end(self, request, out, news)
+
+    Engine._end = recorded
+    if model == "tiny":
+        from microgen.testing import rand_model
+        model = str(rand_model(path=Path(record).parent / "tiny"))
+    cli(["serve", "--model", model, *options])
+
+
+# In the clients' process
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as r: return r.status, r.read().decode()
+    except urllib.error.HTTPError as e: return e.code, e.read().decode()
+    except OSError as e: return 0, str(e)
+
+
+def metrics(url: str) -> dict[str, float]:
+    "Name (and reason, if any) -> value."
+    status, page = get(f"{url}/metrics")
+    assert status == 200, page
+    found = re.findall(r'^([\w:]+)(?:\{(.*)\})? (\S+)$', page, re.M)
+    reason = lambda labels: next(iter(re.findall(r'(?:^|,)(?:finished_)?reason="(.*?)"', labels)), "")
+    return {name + (f"[{r}]" if (r := reason(labels)) else ""): float(value) for name, labels, value in found if "le=" not in labels}
+
+
+def books(page: dict[str, float]) -> dict[str, float]:
+    ended = {r: page[f"vllm:request_success_total[{r}]"] for r in ("stop", "length", "abort", "error")}
+    rejected = sum(v for k, v in page.items() if k.startswith("vllm:admission_rejections_total"))
+    return ended | dict(rejected=rejected, running=page["vllm:num_requests_running"], waiting=page["vllm:num_requests_waiting"])
+
+
+@contextlib.contextmanager
+def server(python: str, model: str, *options: str):
+    "A server that is ready: its process, its address, and the file of what its engine did."
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as s, open(Path(folder) / "log", "w+", encoding="utf-8") as log:
+        s.bind(("127.0.0.1", 0))
+        port, record = s.getsockname()[1], Path(folder) / "record.jsonl"
+        s.close()
+        command = [python, __file__, "serve", str(record), model, "--port", str(port), *options]
+        process, end = subprocess.Popen(command, stderr=log), time.monotonic() + 300
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while get(f"{url}/health")[0] != 200:
+                assert process.poll() is None and time.monotonic() < end, f"the server did not start: {Path(log.name).read_text()[-2000:]}"
+                time.sleep(.1)
+            yield process, url, record
+        except BaseException:
+            print(Path(log.name).read_text(encoding="utf-8")[-3000:], file=sys.stderr)
+            raise
+        finally:
+            process.kill()
+            process.wait()
+
+
+def records(path: Path) -> dict[tuple, list[dict]]:
+    "Prompt -> what the engine did with it."
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        d = json.loads(line)
+        found.setdefault(tuple(d["prompt"]), []).append(d)
+    return found
+
+
+def check_openai(python: str, model: str, **_):
+    "What people do with the official client."
+    import openai
+    with server(python, model) as (_, url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        name = client.models.list().data[0].id
+        ask = dict(model=name, messages=[dict(role="user", content="Say hello.")], max_tokens=12, temperature=0)
+        whole = client.chat.completions.create(**ask)
+        parts = list(client.chat.completions.create(**ask, stream=True, stream_options=dict(include_usage=True)))
+        assert whole.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in parts if c.choices)
+        assert whole.usage.total_tokens == parts[-1].usage.total_tokens and parts[-1].choices == []
+        three = client.completions.create(model=name, prompt="Once upon a time", max_tokens=8, n=3, seed=1, logprobs=2)
+        again = client.completions.create(model=name, prompt="Once upon a time", max_tokens=8, n=3, seed=1, logprobs=2)
+        assert [c.text for c in three.choices] == [c.text for c in again.choices] and [c.index for c in three.choices] == [0, 1, 2]
+        assert all(len(c.logprobs.tokens) == len(c.logprobs.token_logprobs) > 0 for c in three.choices)
+        top = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert all(len(t.top_logprobs) >= 2 and t.logprob <= 0 for t in top)
+        text = client.completions.create(model=name, prompt="1 2 3 4 5", max_tokens=20, temperature=0).choices[0].text
+        stop = text[len(text) // 2]
+        cut = client.completions.create(model=name, prompt="1 2 3 4 5", max_tokens=20, temperature=0, stop=stop).choices[0]
+        assert cut.text == text[:text.index(stop)] and cut.finish_reason == "stop"
+        for error, wrong in ((openai.BadRequestError, dict(temperature=-1)), (openai.NotFoundError, dict(model="no-such-model")),
+                             (openai.BadRequestError, dict(max_tokens=10 ** 9)), (openai.BadRequestError, dict(messages=[]))):
+            try: client.chat.completions.create(**ask | wrong)
+            except error as e: assert e.body["message"], e
+            else: raise AssertionError(f"{wrong} was accepted")
+    with server(python, model, "--api-key", "right") as (_, url, _):
+        try: openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+        except openai.AuthenticationError: pass
+        else: raise AssertionError("a wrong key was accepted")
+        assert openai.OpenAI(base_url=f"{url}/v1", api_key="right").models.list().data
+    return f"openai {openai.__version__}: all as expected"
+
+
+def check_schemathesis(python: str, max_examples: int, **_):
+    "Requests made up from the server's OpenAPI document, valid and invalid ones."
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,response_schema_conformance"
+    with server(python, "tiny", "--max-waiting", "10000") as (process, url, _):
+        statuses = {code for path in json.loads(get(f"{url}/openapi.json")[1])["paths"].values() for op in path.values() for code in op["responses"]}
+        assert {"400", "401", "404", "413", "429", "503"} <= statuses and "422" not in statuses, statuses
+        done = subprocess.run([Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json", "--checks", checks, "--max-examples", str(max_examples),
+                               "--request-timeout", "30", "--seed", "1", "--workers", "2", "--warnings", "off", "--continue-on-failure"],
+                              cwd=Path(tempfile.mkdtemp()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert process.poll() is None and get(f"{url}/health")[0] == 200
+        assert idle(url)
+    return "schemathesis: " + "; ".join(line.strip() for line in done.stdout.splitlines() if re.search(r"generated|passed", line))[:200]
+
+
+def idle(url: str, seconds: float = 5) -> dict[str, float]:
+    "The metrics, once nothing runs, waits or holds a block; fails if that takes longer than `seconds`."
+    end, gauges = time.monotonic() + seconds, ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any((page := metrics(url))[g] for g in gauges):
+        assert time.monotonic() < end, {g: page[g] for g in gauges}
+        time.sleep(.05)
+    rows = books(page)
+    assert page["microgen:request_submitted_total"] == sum(rows.values()), (page["microgen:request_submitted_total"], rows)
+    return page
+
+
+async def stream(client, name: str, prompt: str, max_tokens: int, rng: random.Random, leave: float = 0) -> dict:
+    "One streamed completion; with probability `leave` the client leaves, after some tokens or some time."
+    got = dict(prompt=None, ids=[], text="", reason=None, left=False)
+    tokens, patience = (rng.randrange(max_tokens), rng.choice([.05, .5, 60])) if rng.random() < leave else (None, 600)
+    try:
+        async with asyncio.timeout(patience):
+            events = await client.completions.create(model=name, prompt=prompt, max_tokens=max_tokens, temperature=1, stream=True, extra_body=dict(return_token_ids=True))
+            async with events:
+                async for event in events:
+                    for c in event.choices:
+                        got["prompt"] = got["prompt"] or c.model_extra.get("prompt_token_ids")
+                        got["ids"] += c.model_extra.get("token_ids") or []
+                        got["text"] += c.text
+                        got["reason"] = c.finish_reason or got["reason"]
+                    if tokens is not None and len(got["ids"]) > tokens: break
+                    if rng.random() < .01: await asyncio.sleep(.3)                                # a slow reader
+    except TimeoutError: assert tokens is not None, f"no end after {patience} s"
+    got["left"] = got["reason"] is None
+    return got
+
+
+def compare(streams: list[dict], made: dict[tuple, list[dict]]) -> Counter:
+    "Every stream against the engine's record: whole ones equal, abandoned ones a beginning of it. Counts of each."
+    kinds = Counter()
+    for got in streams:
+        if got["prompt"] is None: kinds["left before the first token"] += 1; continue
+        record, = made[tuple(got["prompt"])]                                                       # the engine did it once
+        if got["left"]: assert got["ids"] == record["ids"][:len(got["ids"])], (got, record)
+        else: assert all(got[k] == record[k] for k in ("ids", "reason", "text")), (got, record)
+        kinds["left" if got["left"] else "whole"] += 1
+    return kinds
+
+
+def asynchronous(url: str, clients: int):
+    import openai
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+
+
+def check_storm(python: str, model: str, clients: int, seconds: float, **_):
+    "Many clients for a while; then everything must be as if nobody had been there."
+    with server(python, model) as (_, url, record):
+        name, rss, streams, end = json.loads(get(f"{url}/v1/models")[1])["data"][0]["id"], [], [], time.monotonic() + seconds
+
+        async def visitor(client, i: int):
+            rng, k = random.Random(i), 0
+            while time.monotonic() < end:
+                streams.append(await stream(client, name, f"Client {i} asks for the {k}. time: tell me about", rng.randint(4, 48), rng, leave=.4))
+                k += 1
+
+        async def watch():
+            while time.monotonic() < end:
+                page = await asyncio.to_thread(metrics, url)
+                rss.append((time.monotonic(), page["process_resident_memory_bytes"] / 2**20))
+                await asyncio.sleep(1)
+
+        async def everybody():
+            async with asynchronous(url, clients) as client, asyncio.TaskGroup() as group:
+                group.create_task(watch())
+                for i in range(clients): group.create_task(visitor(client, i))
+
+        asyncio.run(everybody())
+        page = idle(url)
+        made = records(record)
+        kinds = compare(streams, made)
+        assert page["vllm:generation_tokens_total"] == sum(len(r["ids"]) for rs in made.values() for r in rs)
+        engine = json.loads(get(f"{url}/server_info")[1])["engine"]
+        assert engine["kv_blocks_free"] == engine["kv_blocks_total"], engine
+        early, late = ([m for t, m in rss if a <= (t - rss[0][0]) / seconds < b] for a, b in ((.25, .5), (.75, 2)))
+        growth = statistics.median(late) - statistics.median(early)
+        assert growth < 32, f"resident memory grew by {growth:.0f} MiB between the second and the last quarter"
+    return (f"storm: {clients} clients, {seconds:.0f} s, {len(streams)} streams ({', '.join(f'{n} {k}' for k, n in sorted(kinds.items()))}), "
+            f"{engine['generated_tokens']} tokens, each once; pool whole; memory {growth:+.1f} MiB")
+
+
+def check_stop(python: str, model: str, clients: int, grace: float = 10, **_):
+    "SIGTERM in the middle: streams end with a reason, nobody else is let in, and the process ends in time."
+    with server(python, model, "--grace", str(grace)) as (process, url, record):
+        name = json.loads(get(f"{url}/v1/models")[1])["data"][0]["id"]
+
+        async def everybody():
+            rng = random.Random(0)
+            async with asynchronous(url, clients) as client:
+                running = [asyncio.create_task(stream(client, name, f"Client {i} tells a story:", 400, rng)) for i in range(clients)]
+                while metrics(url)["vllm:generation_tokens_total"] < clients: await asyncio.sleep(.05)
+                start = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(1)
+                late = (await asyncio.gather(stream(client, name, "Too late", 4, rng), return_exceptions=True))[0]
+                return await asyncio.gather(*running), late, start
+
+        streams, late, start = asyncio.run(everybody())
+        code = process.wait(grace + 15)
+        took = time.monotonic() - start
+        assert isinstance(late, Exception) and getattr(late, "status_code", 503) == 503, late
+        assert all(s["reason"] in ("stop", "length", "abort") for s in streams), Counter(s["reason"] for s in streams)
+        compare(streams, records(record))
+        assert code in (0, 1) and took < grace + 10, (code, took)
+    return f"stop: {clients} streams ended ({dict(Counter(s['reason'] for s in streams))}), exit code {code} after {took:.1f} s of {grace:.0f} allowed"
+
+
+CHECKS = dict(openai=check_openai, schemathesis=check_schemathesis, storm=check_storm, stop=check_stop)
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]: sys.exit(serve(*sys.argv[2:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python", help="interpreter of the environment that MicroGen is installed in")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="of openai, storm and stop; 'tiny': a small random one")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60, help="of the storm")
+    parser.add_argument("--max-examples", type=int, default=100, help="of schemathesis, for each operation")
+    parser.add_argument("--only", default=",".join(CHECKS), help=f"some of {','.join(CHECKS)}")
+    args = vars(parser.parse_args())
+    for name in args.pop("only").split(","): print(CHECKS[name](**args), flush=True)
