@@ -10,13 +10,14 @@ READY  := $(VENV)/.ready
 PROMPT ?= What is the capital of France, and what is it famous for?
 NB     ?= nbs
 
-.PHONY: help demo test lab bench export readme clean
+.PHONY: help demo test lab bench clients export readme clean
 
 help:
 	@echo "make demo    a real model answers a question on your CPU (PROMPT='...' asks another)"
 	@echo "make test    are modules and README up to date? then run all notebooks"
 	@echo "make lab     open the notebooks in JupyterLab (in a container: ARGS='--allow-root --no-browser')"
 	@echo "make bench   run the notebooks' measurements, N = 30 (NB=nbs/09_sampling.ipynb for one)"
+	@echo "make clients clients of others (openai, schemathesis, 64 at once) against a running server; some minutes"
 	@echo "make export  write microgen/*.py from the notebooks;  make readme: README.md from nbs/index.ipynb"
 	@echo "make clean   remove .venv and caches"
 
@@ -34,6 +35,14 @@ bench: $(READY)
 	TQDM_DISABLE=1 $(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing
 	@$(BIN)/nbdev-clean
 
+clients: $(READY) $(VENV)-clients/.ready
+	@$(subst $(VENV)/,$(VENV)-clients/,$(BIN))/python experiments/clients.py $(BIN)/python $(ARGS)
+
+$(VENV)-clients/.ready:
+	@$(PYTHON) -m venv $(VENV)-clients
+	@$(subst $(VENV)/,$(VENV)-clients/,$(BIN))/python -m pip install --disable-pip-version-check openai schemathesis
+	@echo ready > $@
+
 export: $(READY)
 	@$(BIN)/nbdev_export
 
@@ -41,7 +50,7 @@ readme: $(READY)
 	@$(BIN)/python .ci/check.py readme
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients build dist *.egg-info .pytest_cache .hypothesis
 
 $(READY): settings.ini setup.py constraints.txt
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else 'MicroGen needs Python 3.11 or newer and this one is %d.%d; name another: make PYTHON=python3.12' % v)"
