@@ -478,7 +478,7 @@ def prefix_tree(runs: list[dict], decode: Callable[[list[int]], str] | None = No
     for i, r in enumerate(runs):
         if (p := r["parent"]) is not None: body.append(run_edge(at[p][0] + length[p] * unit, at[i][0], at[p][1], at[i][1], r["readers"]))
     body += [draw_run(r, *xy, unit, run_text(r, decode)) for r, xy in zip(runs, at)]
-    wide, foot = max([300, *(x + n * unit + 16 for (x, _), n in zip(at, length))]), max((y for _, y in at), default=0) + 54
+    wide, foot = max([330, *(x + n * unit + 16 for (x, _), n in zip(at, length))]), max((y for _, y in at), default=0) + 54
     for i, (state, text) in enumerate(dict(used="in use, × readers", kept="cached, unused", gone="evicted").items()):
         body.append(run_box(state, 12 + 122 * i, foot, 20, 14) + f'<text x="{37 + 122 * i}" y="{foot + 4:g}" class="s" font-size="10">{text}</text>')
     page, paper = (svg_page(wide, foot + 16, label, body, paper) for paper in (False, True))
