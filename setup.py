@@ -24,7 +24,7 @@ setup(
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("dev", "events", "clients")},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     zip_safe=False,
 )

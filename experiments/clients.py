@@ -1,16 +1,12 @@
-"""Clients that others wrote, and many of them, against a server of ours. `make clients` runs it.
+"""Many clients at once against `microgen serve`, a process of its own with the default model. `make clients` runs it.
 
-    python experiments/clients.py PYTHON [--seconds 60] [--clients 64] [--model NAME] [--only openai,schemathesis,storm,stop]
+    python experiments/clients.py [--seconds 60] [--clients 64] [--model NAME] [--only storm,stop]
 
-PYTHON is the interpreter of the environment that MicroGen is installed in. The clients (requirements: openai, schemathesis)
-live in another environment, so that neither decides about the other's packages. For every part a server of its own is started:
-
-openai        the official client: chat, completions, streams, logprobs, n, stop, seed, errors as its exception classes
-schemathesis  requests made up from the server's own OpenAPI document: no 500, no hang, nothing undocumented
-storm         many streams at once, of which some are left at random: every token arrives once and in order
-stop          SIGTERM while streams run: all are ended properly, and the server in time
+storm  streams come and go, of which some are left at random: every token arrives once and in order, and in the end
+       the server is as if nobody had been there
+stop   SIGTERM while streams run: all are ended properly, nobody new is let in, and the process ends in time
 """
-import argparse, asyncio, contextlib, json, os, random, re, signal, socket, statistics, subprocess, sys, tempfile, time, urllib.error, urllib.request
+import argparse, asyncio, contextlib, json, random, re, signal, socket, statistics, subprocess, sys, tempfile, time, urllib.error, urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -63,13 +59,13 @@ def books(page: dict[str, float]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def server(python: str, model: str, *options: str):
+def server(model: str, *options: str):
     "A server that is ready: its process, its address, and the file of what its engine did."
     with tempfile.TemporaryDirectory() as folder, socket.socket() as s, open(Path(folder) / "log", "w+", encoding="utf-8") as log:
         s.bind(("127.0.0.1", 0))
         port, record = s.getsockname()[1], Path(folder) / "record.jsonl"
         s.close()
-        command = [python, __file__, "serve", str(record), model, "--port", str(port), *options]
+        command = [sys.executable, __file__, "serve", str(record), model, "--port", str(port), *options]
         process, end = subprocess.Popen(command, stderr=log), time.monotonic() + 300
         url = f"http://127.0.0.1:{port}"
         try:
@@ -92,54 +88,6 @@ def records(path: Path) -> dict[tuple, list[dict]]:
         d = json.loads(line)
         found.setdefault(tuple(d["prompt"]), []).append(d)
     return found
-
-
-def check_openai(python: str, model: str, **_):
-    "What people do with the official client."
-    import openai
-    with server(python, model) as (_, url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        name = client.models.list().data[0].id
-        ask = dict(model=name, messages=[dict(role="user", content="Say hello.")], max_tokens=12, temperature=0)
-        whole = client.chat.completions.create(**ask)
-        parts = list(client.chat.completions.create(**ask, stream=True, stream_options=dict(include_usage=True)))
-        assert whole.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in parts if c.choices)
-        assert whole.usage.total_tokens == parts[-1].usage.total_tokens and parts[-1].choices == []
-        three = client.completions.create(model=name, prompt="Once upon a time", max_tokens=8, n=3, seed=1, logprobs=2)
-        again = client.completions.create(model=name, prompt="Once upon a time", max_tokens=8, n=3, seed=1, logprobs=2)
-        assert [c.text for c in three.choices] == [c.text for c in again.choices] and [c.index for c in three.choices] == [0, 1, 2]
-        assert all(len(c.logprobs.tokens) == len(c.logprobs.token_logprobs) > 0 for c in three.choices)
-        top = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-        assert all(len(t.top_logprobs) >= 2 and t.logprob <= 0 for t in top)
-        text = client.completions.create(model=name, prompt="1 2 3 4 5", max_tokens=20, temperature=0).choices[0].text
-        stop = text[len(text) // 2]
-        cut = client.completions.create(model=name, prompt="1 2 3 4 5", max_tokens=20, temperature=0, stop=stop).choices[0]
-        assert cut.text == text[:text.index(stop)] and cut.finish_reason == "stop"
-        for error, wrong in ((openai.BadRequestError, dict(temperature=-1)), (openai.NotFoundError, dict(model="no-such-model")),
-                             (openai.BadRequestError, dict(max_tokens=10 ** 9)), (openai.BadRequestError, dict(messages=[]))):
-            try: client.chat.completions.create(**ask | wrong)
-            except error as e: assert e.body["message"], e
-            else: raise AssertionError(f"{wrong} was accepted")
-    with server(python, model, "--api-key", "right") as (_, url, _):
-        try: openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
-        except openai.AuthenticationError: pass
-        else: raise AssertionError("a wrong key was accepted")
-        assert openai.OpenAI(base_url=f"{url}/v1", api_key="right").models.list().data
-    return f"openai {openai.__version__}: all as expected"
-
-
-def check_schemathesis(python: str, max_examples: int, **_):
-    "Requests made up from the server's OpenAPI document, valid and invalid ones."
-    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,response_schema_conformance"
-    with server(python, "tiny", "--max-waiting", "10000") as (process, url, _), tempfile.TemporaryDirectory() as folder:
-        statuses = {code for path in json.loads(get(f"{url}/openapi.json")[1])["paths"].values() for op in path.values() for code in op["responses"]}
-        assert {"400", "401", "404", "413", "429", "503"} <= statuses and "422" not in statuses, statuses
-        done = subprocess.run([Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json", "--checks", checks, "--max-examples", str(max_examples),
-                               "--request-timeout", "30", "--seed", "1", "--warnings", "off", "--continue-on-failure", "--output-sanitize", "false"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
-        assert done.returncode == 0, done.stdout[-8000:]
-        assert process.poll() is None and get(f"{url}/health")[0] == 200
-        assert idle(url)
-    return "schemathesis: " + "; ".join(line.strip() for line in done.stdout.splitlines() if re.search(r"generated|passed", line))[:200]
 
 
 def idle(url: str, seconds: float = 5) -> dict[str, float]:
@@ -191,9 +139,9 @@ def asynchronous(url: str, clients: int):
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
-def check_storm(python: str, model: str, clients: int, seconds: float, **_):
+def storm(model: str, clients: int, seconds: float):
     "Many clients for a while; then everything must be as if nobody had been there."
-    with server(python, model, "--num-blocks", "300") as (_, url, record):    # a pool that has been used throughout before the memory is looked at
+    with server(model, "--num-blocks", "300") as (_, url, record):    # a pool that has been used throughout before the memory is looked at
         name, rss, streams, end = json.loads(get(f"{url}/v1/models")[1])["data"][0]["id"], [], [], time.monotonic() + seconds
 
         async def visitor(client, i: int):
@@ -227,9 +175,9 @@ def check_storm(python: str, model: str, clients: int, seconds: float, **_):
             f"{engine['generated_tokens']} tokens, each once; pool whole; memory {growth:+.1f} MiB")
 
 
-def check_stop(python: str, model: str, clients: int, grace: float = 10, **_):
+def stop(model: str, clients: int, seconds: float, grace: float = 10):
     "SIGTERM in the middle: streams end with a reason, nobody else is let in, and the process ends in time."
-    with server(python, model, "--grace", str(grace)) as (process, url, record):
+    with server(model, "--grace", str(grace)) as (process, url, record):
         name = json.loads(get(f"{url}/v1/models")[1])["data"][0]["id"]
 
         async def everybody():
@@ -253,16 +201,14 @@ def check_stop(python: str, model: str, clients: int, grace: float = 10, **_):
     return f"stop: {clients} streams ended ({dict(Counter(s['reason'] for s in streams))}), exit code {code} after {took:.1f} s of {grace:.0f} allowed"
 
 
-CHECKS = dict(openai=check_openai, schemathesis=check_schemathesis, storm=check_storm, stop=check_stop)
+CHECKS = dict(storm=storm, stop=stop)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]: sys.exit(serve(*sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("python", help="interpreter of the environment that MicroGen is installed in")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="of openai, storm and stop; 'tiny': a small random one")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="'tiny': a small random one")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60, help="of the storm")
-    parser.add_argument("--max-examples", type=int, default=50, help="of schemathesis, for each operation")
     parser.add_argument("--only", default=",".join(CHECKS), help=f"some of {','.join(CHECKS)}")
     args = vars(parser.parse_args())
     for name in args.pop("only").split(","): print(CHECKS[name](**args), flush=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from .devices import Device, free_memory, get_device, resolve_dtype
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
+from .kv_events import KVEventPublisher, KVEvents, kv_events_config
 from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
@@ -573,6 +574,7 @@ class LLM:
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
+        kv_events: "bool | str | dict | None" = None,   # events of the prefix cache: True, an address to publish at, or vLLM's kv_events_config
         **later):
         check_later(later)
         check_sizes(dict(block_size=block_size), dict(num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len,
@@ -585,6 +587,8 @@ class LLM:
         if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
         if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
+        events = kv_events_config(kv_events)
+        if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         where, path = self.device.torch_device, resolve_model(model, revision)
@@ -601,6 +605,8 @@ class LLM:
                                      seats * self.max_model_len, gpu_memory_utilization, kv_cache_dtype)
         engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
                               self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching)
+        self.kv_events = self.kv_publisher = None
+        if events: self._tell(events, engine.scheduler.cache)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_pool_bytes = engine.executor.pool.nbytes
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
@@ -619,9 +625,19 @@ class LLM:
         if self._thread.closed or engine is None: raise RuntimeError("this LLM is closed; create a new one")
         return engine
 
+    def _tell(self, config, cache: PrefixCache):
+        "Make the events of `cache` a stream, and publish it if there is an address."
+        self.kv_events = KVEvents(config.max_queue_size)
+        cache.listeners.append(self.kv_events)
+        if config.endpoint:
+            self.kv_publisher = KVEventPublisher(self.kv_events, cache.block_size, config.endpoint, config.replay_endpoint,
+                                                 config.topic, config.buffer_steps, config.hwm)
+            weakref.finalize(self, self.kv_publisher.close)
+
     def close(self):
         "Stop the engine thread and drop weights and KV pool."
         self._thread.close()
+        if self.kv_publisher: self.kv_publisher.close()
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
