@@ -626,7 +626,9 @@ def table(
         for arm, middle in medians(run, metric).items():
             if arm.endswith(AGAIN): continue
             low, high = (with_unit(float(x), run.metrics[metric].unit) for x in np.quantile(run.values(arm, metric), (0.25, 0.75)))
-            rows.append((arm, metric, with_unit(middle, run.metrics[metric].unit), f"{low} to {high}", "smoke" * (run.N < MIN_BLOCKS)))
+            number, _, unit = low.partition(" ")
+            rows.append((arm, metric, with_unit(middle, run.metrics[metric].unit),
+                         f"{number if high.endswith(' ' + unit) else low} to {high}", "smoke" * (run.N < MIN_BLOCKS)))
     rows += [(arm, "", "FAILED", next(r["error"] for r in run.errors if r["arm"] == arm), "") for arm in run.manifest["arms"] if arm in failed]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows)
