@@ -8,7 +8,7 @@ __all__ = ['METRICS', 'MIN_BLOCKS', 'ALPHA', 'MARGIN', 'AA_MARGIN', 'AGAIN', 'CL
            'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'repeated', 'labels',
            'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect', 'Result',
            'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
-           'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
+           'svg_figure', 'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
            'arrival_times', 'workload']
 
 # %% ../nbs/01_bench.ipynb #ddd604f6
@@ -517,7 +517,7 @@ def run_order(run: Run, metric: str):
     return fig
 
 # %% ../nbs/01_bench.ipynb #5c19a740
-def _svg(draw: Callable, *args) -> str:
+def svg_figure(draw: Callable, *args) -> str:
     "The figure `draw(*args)` as an SVG element in the report's own style: the same bytes every time."
     import matplotlib
     name, out = " ".join([draw.__name__, *map(str, args[1:])]), io.StringIO()
@@ -583,10 +583,10 @@ def render_report(path: str | Path) -> str:
     number = next(i for i, r in enumerate(runs) if r is run)
     commit = run.manifest["commit"]
     return jinja2.Environment(autoescape=True).from_string(TEMPLATE).render(
-        m=run.manifest, smoke=run.N < MIN_BLOCKS, results=verdicts[number], forest=_svg(forest, run), aa=self_comparisons(run), number=number + 1,
+        m=run.manifest, smoke=run.N < MIN_BLOCKS, results=verdicts[number], forest=svg_figure(forest, run), aa=self_comparisons(run), number=number + 1,
         runs=[[i, r.manifest["date"], r.manifest["commit"], f"{len(r.blocks)} of {r.N}", "; ".join(x.verdict for x in v)]
               for i, (r, v) in enumerate(zip(runs, verdicts), 1)],
-        same=sum(r.manifest["commit"] == commit for r in runs), arms=_arm_rows(run), orders=[_svg(run_order, run, k) for k in run.metrics],
+        same=sum(r.manifest["commit"] == commit for r in runs), arms=_arm_rows(run), orders=[svg_figure(run_order, run, k) for k in run.metrics],
         errors=dict.fromkeys(f"{r['arm']}: {r['error']}" for r in run.errors),
         metrics=[[k, x.unit, x.formula, x.point, "more" if x.more_is_better else "less"] for k, x in run.metrics.items()],
         alpha=ALPHA, margin=f"{MARGIN:.0%}", aa_margin=f"{AA_MARGIN:.0%}", sha=hashlib.sha256(Path(path).read_bytes()).hexdigest())
