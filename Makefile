@@ -10,13 +10,14 @@ READY  := $(VENV)/.ready
 PROMPT ?= What is the capital of France, and what is it famous for?
 NB     ?= nbs
 
-.PHONY: help demo test lab bench export readme clean
+.PHONY: help demo test lab bench reports export readme clean
 
 help:
 	@echo "make demo    a real model answers a question on your CPU (PROMPT='...' asks another)"
 	@echo "make test    are modules and README up to date? then run all notebooks"
 	@echo "make lab     open the notebooks in JupyterLab (in a container: ARGS='--allow-root --no-browser')"
 	@echo "make bench   run the notebooks' measurements, N = 30 (NB=nbs/09_sampling.ipynb for one)"
+	@echo "make reports write all reports, and the numbers that pages show, anew from experiments/"
 	@echo "make export  write microgen/*.py from the notebooks;  make readme: README.md from nbs/index.ipynb"
 	@echo "make clean   remove .venv and caches"
 
@@ -33,6 +34,9 @@ lab: $(READY)
 bench: $(READY)
 	TQDM_DISABLE=1 $(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing
 	@$(BIN)/nbdev-clean
+
+reports: $(READY)
+	@$(BIN)/python .ci/check.py reports
 
 export: $(READY)
 	@$(BIN)/nbdev_export

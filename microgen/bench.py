@@ -320,7 +320,7 @@ def trials(
         try:
             for block in range(-warmup, N):
                 if block == 0:
-                    took, limit = N * (time.perf_counter() - block_begin), ", and 10 min should be enough for a notebook"
+                    took, limit = N * (time.perf_counter() - block_begin), ", and ten minutes should be enough for a notebook"
                     if not quiet: print(f"{kind}{N} blocks of {len(names)} runs will take {f'{took:.0f} s' if took < 90 else f'{took / 60:.1f} min'} "
                                         f"if they go on like the warm-up{limit * (took > 600)}", file=sys.stderr)
                     bar.reset(); bar.delay = 0
