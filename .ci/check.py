@@ -139,7 +139,7 @@ def typed_numbers() -> list[str]:
 
 def write_numbers():
     "All that is made from experiments/: the report beside each raw file, and the outputs of the cells that show measurements, run by themselves."
-    from execnb.nbio import read_nb, write_nb
+    from fastcore.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell
     sys.path.insert(0, str(ROOT))
     from microgen.bench import write_report

@@ -218,7 +218,7 @@ def throughput(data: Mapping):
     ax = fig.subplots()
     for y, (_, s) in enumerate(done):
         ax.barh(y, s["median"], 0.6, color="C0"); ax.plot([s["min"], s["max"]], [y, y], color="0.3", lw=1.5)
-        ax.text(s["max"], y, f"  {s['median']:,.3g}", va="center")
+        ax.annotate(f"{s['median']:,.0f}" if s["median"] >= 100 else f"{s['median']:.3g}", (s["max"], y), (4, 0), textcoords="offset points", va="center")
     ax.set(yticks=range(len(done)), yticklabels=[name for name, _ in done], ylim=(len(done) - 0.4, -0.6), xlabel="generated tokens/s; line: least and most of the repetitions")
     ax.margins(x=0.12)
     return fig
@@ -228,7 +228,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 <title>MicroGen benchmark: {{ d.model }}</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 table { border-collapse: collapse; font-size: .85rem } td, th { padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top }
-.numbers td:nth-child(n+3):nth-child(-n+8), .numbers th:nth-child(n+3):nth-child(-n+8) { text-align: right; white-space: nowrap }
+.numbers td:nth-child(n+3):not(.failed), .numbers th:nth-child(n+3) { text-align: right; white-space: nowrap }
 tr { border-bottom: 1px solid #ddd } div { overflow-x: auto } svg { width: 100%; min-width: 34rem; height: auto } code { overflow-wrap: anywhere }
 .failed { color: #b3372f } .note { background: #fbeeb5; padding: .6rem 1rem }
 </style><h1>MicroGen benchmark</h1>
@@ -237,7 +237,9 @@ tr { border-bottom: 1px solid #ddd } div { overflow-x: auto } svg { width: 100%;
 {% if d.quick %}<p class="note"><b>Quick run.</b> The scenarios were cut down: this page shows that the suite works, its numbers compare with nothing.</p>{% endif %}
 {% if d.interrupted %}<p class="note"><b>Interrupted.</b> Not all repetitions were made.</p>{% endif %}
 <h2>Results</h2><p>Medians over all requests of all repetitions; after a slash the 90th percentile, where there are at least 30 values. No verdicts: one run says how it was, not what is better.</p>
-<div class="numbers"><table>{% for row in rows %}<tr{% if row[-1].startswith("FAILED") %} class="failed"{% endif %}>{% for x in row %}{% set tag = "th" if row is eq rows[0] else "td" %}<{{ tag }}>{{ x }}</{{ tag }}>{% endfor %}</tr>
+<div class="numbers"><table>{% for row in rows %}{% set tag = "th" if row is eq rows[0] else "td" %}<tr>
+{% if row[-1].startswith("FAILED") %}<td>{{ row[0] }}</td><td>{{ row[1] }}</td><td class="failed" colspan="7">{{ row[-1] }}</td>
+{% else %}{% for x in row %}<{{ tag }}>{{ x }}</{{ tag }}>{% endfor %}{% endif %}</tr>
 {% endfor %}</table></div>
 {% for title, svg in pictures.items() %}<h2>{{ title }}</h2><div>{{ svg|safe }}</div>{% endfor %}
 <h2>Scenarios</h2><div><table>{% for name, s in d.scenarios.items() %}<tr><td>{{ name }}</td><td>{{ s }}</td></tr>{% endfor %}</table></div>
