@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['METRICS', 'MIN_BLOCKS', 'ALPHA', 'MARGIN', 'AA_MARGIN', 'AGAIN', 'CLAIMS', 'COLOURS', 'TEMPLATE', 'WORKLOADS',
            'Metric', 'request_metrics', 'goodput', 'Comparison', 'cpu', 'cores', 'gpus', 'machine', 'repo_root',
-           'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'repeated', 'labels',
-           'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect', 'Result',
-           'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
+           'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'no_paths', 'repeated',
+           'labels', 'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect',
+           'Result', 'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
            'svg_figure', 'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
            'arrival_times', 'workload']
 
@@ -218,7 +218,7 @@ def measured(notebook: str, machine_name: str | None = None) -> Run:
     return chosen(load_runs(files[0]))
 
 # %% ../nbs/01_bench.ipynb #5bb7eeb2
-def _no_paths(text: str) -> str:
+def no_paths(text: str) -> str:
     "`text` with the folders of absolute paths left out: they are nobody's business."
     return re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+", "", text)
 
@@ -251,7 +251,7 @@ def _sample(arm: Callable, args: tuple, wanted: Iterable[str]) -> dict:
         json.dumps(out, allow_nan=False)                # what cannot be written down is the arm's error, too
     except Exception as e:
         out.pop("values", None)
-        out["error"] = _no_paths(f"{type(e).__name__}: {e}")[:300]
+        out["error"] = no_paths(f"{type(e).__name__}: {e}")[:300]
     finally:
         if collecting: gc.enable()
     return out | dict(load=round(psutil.getloadavg()[0], 2), steal=round(stolen() - before, 3))

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from .bench import METRICS, Job, block_order, commit, environment, percentile, request_metrics, svg_figure, workload
+from .bench import METRICS, Job, block_order, commit, environment, no_paths, percentile, request_metrics, svg_figure, workload
 from .engine import LLM
 from .sampling import SamplingParams
 
@@ -107,7 +107,7 @@ def open_all(backends: Mapping[str, Callable], model: str, options: Mapping, sta
             llm = stack.enter_context(make(model, **options))
             sample(llm, workload("short", 2, prompt=8, output=4, seed=-1))
             opened[name] = llm
-        except Exception as e: failed[name] = f"{type(e).__name__}: {e}"
+        except Exception as e: failed[name] = no_paths(f"{type(e).__name__}: {e}")
     return opened, failed
 
 def measure(opened: Mapping, failed: dict, scenarios: Mapping, repetitions: int, seed: int, say: Callable) -> tuple[dict, dict, bool]:
@@ -119,7 +119,7 @@ def measure(opened: Mapping, failed: dict, scenarios: Mapping, repetitions: int,
             for b, s in block_order(list(samples), seed, i):
                 if (b, s) in errors: continue
                 try: samples[b, s].append(sample(opened[b], workload(**scenarios[s], seed=1000 * seed + i)))
-                except Exception as e: errors[b, s] = f"{type(e).__name__}: {e}"
+                except Exception as e: errors[b, s] = no_paths(f"{type(e).__name__}: {e}")
             spent = time.monotonic() - begin
             say(f"repetition {i + 1} of {repetitions} done; about {spent / (i + 1) * (repetitions - i - 1):.0f} s to go")
     except KeyboardInterrupt: return samples, errors, True
@@ -151,7 +151,7 @@ def run_suite(
     def result(b, s):
         error, raw = failed.get(b) or errors.get((b, s)), samples.get((b, s), [])
         return dict(backend=b, scenario=s, status="failed" if error else "ok" if raw else "not run", error=error, summary=summarise(raw) if raw else None, samples=raw)
-    return dict(schema="microgen-benchmark/1", date=date, git=commit(), environment=environment(), model=Path(model).name, options=dict(options),
+    return dict(schema="microgen-benchmark/1", date=date, git=commit(), environment=environment(), model=Path(model).name, options={k: no_paths(v) if isinstance(v, str) else v for k, v in options.items() if v is not None},
                 seeds=dict(order=seed, prompts=[1000 * seed + i for i in range(repetitions)]), repetitions=repetitions, quick=quick, interrupted=interrupted,
                 backends=about, scenarios=scenarios, results=[result(b, s) for b in backends for s in scenarios])
 
