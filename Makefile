@@ -12,7 +12,7 @@ PROMPT ?= What is the capital of France, and what is it famous for?
 NB     ?= nbs
 EXTRAS ?= dev
 
-.PHONY: help demo test lab bench clients export readme clean
+.PHONY: help demo test lab bench reports clients export readme clean
 
 help:
 	@echo "make demo    a real model answers a question on your CPU (PROMPT='...' asks another)"
@@ -20,6 +20,7 @@ help:
 	@echo "make lab     open the notebooks in JupyterLab (in a container: ARGS='--allow-root --no-browser')"
 	@echo "make bench   run the notebooks' measurements, N = 30 (NB=nbs/09_sampling.ipynb for one)"
 	@echo "make clients try the server with heavy third-party clients, in an environment of their own (.venv-clients)"
+	@echo "make reports write all reports, and the numbers that pages show, anew from experiments/"
 	@echo "make export  write microgen/*.py from the notebooks;  make readme: README.md from nbs/index.ipynb"
 	@echo "make clean   remove .venv and caches"
 
@@ -40,6 +41,10 @@ bench: $(READY)
 clients:
 	@$(MAKE) --no-print-directory VENV=.venv-clients EXTRAS=dev,clients .venv-clients/.ready
 	TQDM_DISABLE=1 .venv-clients/$(SUB)/nbdev_test nbs/17a_clients.ipynb --flags clients --n-workers 0 --cell-timeout 0 --timing
+	.venv-clients/$(SUB)/python experiments/clients.py $(ARGS)
+
+reports: $(READY)
+	@$(BIN)/python .ci/check.py reports
 
 export: $(READY)
 	@$(BIN)/nbdev_export

@@ -1,9 +1,10 @@
 """What `make test` does, in order: are the modules, notebooks and README up to date, and does every notebook pass?
 
     python .ci/check.py test     all of it; the last line is `N passed, N failed`, N counting the cells that test something
+    python .ci/check.py reports  write anew, from the raw files in experiments/, every report and every number that a page shows
     python .ci/check.py readme   write README.md from nbs/index.ipynb
 """
-import os, re, shutil, subprocess, sys, tempfile
+import ast, json, os, re, shutil, subprocess, sys, tempfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,6 +94,84 @@ def stale_readme() -> list[str]:
     return differences(have, snapshot(ROOT, "README.md", "README_files/*"))
 
 
+# A number with a unit of time, rate or ratio. "8 × 1,024" and "0 × NaN" are products, and 0x begins a hexadecimal number.
+UNITS = r"[nµμum]?s|sec(?:onds?)?|min(?:utes?)?|hours?|(?:tokens?|tok|requests)/s|tokens a second|[KMGT]?i?B/s|[KMGT]?FLOPS?(?:/s)?|×(?!\s*(?:\d|NaN))|x|times|-?fold"
+TYPED = re.compile(rf"(?<![\w.^/-])(?!0x)\d[\d,.]*(?:\s*(?:to|-|–|…|or|and)\s*\d[\d,.]*)?[ \u00a0]?(?:{UNITS})(?![\w/])")
+TYPED_PERCENT = re.compile(TYPED.pattern.replace(UNITS, UNITS + "|%|per ?cent"))
+EXCUSED = re.compile(r"(?:<!--|#) not measured: \w.*")
+for text, found in {"a 2.1x gain": 1, "takes 3 ms": 1, "20 to 60 ms": 1, "1,900 tokens/s": 1, "1.5-fold": 1, "8 × 1,024 tokens": 0, "0x1f": 0, "3 steps": 0, "notebook 09": 0, "in 30 blocks": 0}.items():
+    assert bool(TYPED.search(text)) == bool(found), text
+
+
+def sources(path: Path) -> list[tuple[str, str]]:
+    "(kind, source) of the cells of a notebook."
+    return [(c["cell_type"], "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def strings(code: str) -> list[str]:
+    "The lines of code that hold string literals; docstrings and magics left out."
+    tree, lines = ast.parse(re.sub(r"(?m)^[%!].*$", "", code)), code.split("\n")
+    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)) and n.body and isinstance(n.body[0], ast.Expr)}
+    return [f"{n.value}  {EXCUSED.search(lines[n.end_lineno - 1]) or ''}" for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs]
+
+
+def shows(code: str) -> bool:
+    "Whether a cell shows a measurement on file: it then holds it in a variable called `shown`."
+    return any(isinstance(n, ast.Name) and n.id == "shown" for n in ast.walk(ast.parse(re.sub(r"(?m)^[%!].*$", "", code))))
+
+
+def typed_numbers() -> list[str]:
+    """Numbers with a unit of time, rate or ratio that somebody wrote by hand: in prose, in strings of exported code, in cells that show measurements.
+
+    Those are read from a raw file. What is no measurement (a limit, an example, a quotation) says so on its line:
+    `<!-- not measured: WHY -->` in prose, `# not measured: WHY` behind code."""
+    found = []
+    for path in sorted(NBS.glob("[!._]*.ipynb")):
+        for kind, text in sources(path):
+            if kind == "markdown":
+                prose = re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.S))
+                lines, pattern = prose.split("\n"), TYPED_PERCENT
+            elif re.match(r"#\| *export", text) or shows(text): lines, pattern = strings(text), TYPED
+            else: continue
+            found += [f"{path.name}: {m[0]!r} in {line.strip()[:90]!r}" for line in lines if not EXCUSED.search(line) and (m := pattern.search(line))]
+    return found
+
+
+def write_numbers():
+    "All that is made from experiments/: the report beside each raw file, and the outputs of the cells that show measurements, run by themselves."
+    from fastcore.nbio import read_nb, write_nb
+    from execnb.shell import CaptureShell
+    sys.path.insert(0, str(ROOT))
+    from microgen.bench import write_report
+    for raw in sorted(ROOT.glob("experiments/**/*.jsonl")): write_report(raw)
+    for path in sorted(NBS.glob("[!._]*.ipynb")):
+        nb = read_nb(path)
+        cells = [c for c in nb.cells if c.cell_type == "code" and not re.match(r"#\| *export", c.source) and shows(c.source)]
+        if not cells or not (ROOT / "experiments" / path.stem).is_dir() and not any("measured(" in c.source for c in cells): continue   # no file, but a smoke run
+        shell = CaptureShell(NBS)
+        shell.run("from microgen.bench import *; from microgen.viz import use_svg; use_svg(); import matplotlib.pyplot as plt\n"
+                  f"run = Run(dict(notebook={path.stem!r}))")
+        here = os.getcwd()
+        os.chdir(NBS)
+        try:
+            for c in cells:
+                c.outputs = shell.run(c.source)
+                for o in c.outputs:
+                    if o["output_type"] == "error": sys.exit(f"{path.name}: a cell that shows measurements cannot run by itself: {o['ename']}: {o['evalue']}\n{c.source}")
+                    if "execution_count" in o: o["execution_count"] = None
+        finally: os.chdir(here); shell.close()
+        write_nb(nb, path)
+    subprocess.run([tool("nbdev-clean")], cwd=ROOT, check=True)
+
+
+def stale_numbers() -> list[str]:
+    "Reports, and notebooks with numbers, that are not what the raw files say. They are then rewritten."
+    names = "experiments/**/*.html", "nbs/*.ipynb"
+    before = snapshot(ROOT, *names)
+    write_numbers()
+    return differences(before, snapshot(ROOT, *names))
+
+
 def test_cells(path: Path) -> int:
     "How many of the cells that run here check something."
     from nbdev.config import get_config
@@ -123,6 +202,8 @@ def test() -> int:
     checks = {
         "modules": (stale_modules, "not what the notebooks export (edit the notebooks!); now they are: look and commit"),
         "notebooks": (unclean_notebooks, "not clean; now they are: look and commit"),
+        "numbers": (stale_numbers, "not what the raw files in experiments/ say; now they are: look and commit"),
+        "prose": (typed_numbers, "has numbers typed by hand; read them from a raw file, or end the line with <!-- not measured: WHY -->"),
         "README": (stale_readme, "not what nbs/index.ipynb says; now it is: look and commit"),
     }
     bad = 0
@@ -137,6 +218,6 @@ def test() -> int:
 
 
 if __name__ == "__main__":
-    commands = {"test": test, "readme": write_readme}
+    commands = {"test": test, "reports": write_numbers, "readme": write_readme}
     if sys.argv[1:] not in [[c] for c in commands]: sys.exit(__doc__)
     sys.exit(commands[sys.argv[1]]())

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['METRICS', 'MIN_BLOCKS', 'ALPHA', 'MARGIN', 'AA_MARGIN', 'AGAIN', 'CLAIMS', 'COLOURS', 'TEMPLATE', 'WORKLOADS',
            'Metric', 'request_metrics', 'goodput', 'Comparison', 'cpu', 'cores', 'gpus', 'machine', 'repo_root',
-           'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'repeated', 'labels',
-           'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect', 'Result',
-           'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
-           'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
+           'commit', 'environment', 'Run', 'load_runs', 'experiment_file', 'chosen', 'measured', 'no_paths', 'repeated',
+           'labels', 'block_order', 'trials', 'log_ratios', 'interval', 'bootstrap', 'p_values', 'visible_effect',
+           'Result', 'self_comparisons', 'invalid', 'analyse', 'percentile', 'pooled', 'drift', 'forest', 'run_order',
+           'svg_figure', 'render_report', 'write_report', 'summary', 'with_unit', 'medians', 'table', 'on_file', 'Job',
            'arrival_times', 'workload']
 
 # %% ../nbs/01_bench.ipynb #ddd604f6
@@ -218,7 +218,7 @@ def measured(notebook: str, machine_name: str | None = None) -> Run:
     return chosen(load_runs(files[0]))
 
 # %% ../nbs/01_bench.ipynb #5bb7eeb2
-def _no_paths(text: str) -> str:
+def no_paths(text: str) -> str:
     "`text` with the folders of absolute paths left out: they are nobody's business."
     return re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+", "", text)
 
@@ -251,7 +251,7 @@ def _sample(arm: Callable, args: tuple, wanted: Iterable[str]) -> dict:
         json.dumps(out, allow_nan=False)                # what cannot be written down is the arm's error, too
     except Exception as e:
         out.pop("values", None)
-        out["error"] = _no_paths(f"{type(e).__name__}: {e}")[:300]
+        out["error"] = no_paths(f"{type(e).__name__}: {e}")[:300]
     finally:
         if collecting: gc.enable()
     return out | dict(load=round(psutil.getloadavg()[0], 2), steal=round(stolen() - before, 3))
@@ -320,7 +320,7 @@ def trials(
         try:
             for block in range(-warmup, N):
                 if block == 0:
-                    took, limit = N * (time.perf_counter() - block_begin), ", and 10 min should be enough for a notebook"
+                    took, limit = N * (time.perf_counter() - block_begin), ", and ten minutes should be enough for a notebook"
                     if not quiet: print(f"{kind}{N} blocks of {len(names)} runs will take {f'{took:.0f} s' if took < 90 else f'{took / 60:.1f} min'} "
                                         f"if they go on like the warm-up{limit * (took > 600)}", file=sys.stderr)
                     bar.reset(); bar.delay = 0
@@ -517,7 +517,7 @@ def run_order(run: Run, metric: str):
     return fig
 
 # %% ../nbs/01_bench.ipynb #5c19a740
-def _svg(draw: Callable, *args) -> str:
+def svg_figure(draw: Callable, *args) -> str:
     "The figure `draw(*args)` as an SVG element in the report's own style: the same bytes every time."
     import matplotlib
     name, out = " ".join([draw.__name__, *map(str, args[1:])]), io.StringIO()
@@ -583,10 +583,10 @@ def render_report(path: str | Path) -> str:
     number = next(i for i, r in enumerate(runs) if r is run)
     commit = run.manifest["commit"]
     return jinja2.Environment(autoescape=True).from_string(TEMPLATE).render(
-        m=run.manifest, smoke=run.N < MIN_BLOCKS, results=verdicts[number], forest=_svg(forest, run), aa=self_comparisons(run), number=number + 1,
+        m=run.manifest, smoke=run.N < MIN_BLOCKS, results=verdicts[number], forest=svg_figure(forest, run), aa=self_comparisons(run), number=number + 1,
         runs=[[i, r.manifest["date"], r.manifest["commit"], f"{len(r.blocks)} of {r.N}", "; ".join(x.verdict for x in v)]
               for i, (r, v) in enumerate(zip(runs, verdicts), 1)],
-        same=sum(r.manifest["commit"] == commit for r in runs), arms=_arm_rows(run), orders=[_svg(run_order, run, k) for k in run.metrics],
+        same=sum(r.manifest["commit"] == commit for r in runs), arms=_arm_rows(run), orders=[svg_figure(run_order, run, k) for k in run.metrics],
         errors=dict.fromkeys(f"{r['arm']}: {r['error']}" for r in run.errors),
         metrics=[[k, x.unit, x.formula, x.point, "more" if x.more_is_better else "less"] for k, x in run.metrics.items()],
         alpha=ALPHA, margin=f"{MARGIN:.0%}", aa_margin=f"{AA_MARGIN:.0%}", sha=hashlib.sha256(Path(path).read_bytes()).hexdigest())
@@ -626,7 +626,9 @@ def table(
         for arm, middle in medians(run, metric).items():
             if arm.endswith(AGAIN): continue
             low, high = (with_unit(float(x), run.metrics[metric].unit) for x in np.quantile(run.values(arm, metric), (0.25, 0.75)))
-            rows.append((arm, metric, with_unit(middle, run.metrics[metric].unit), f"{low} to {high}", "smoke" * (run.N < MIN_BLOCKS)))
+            number, _, unit = low.partition(" ")
+            rows.append((arm, metric, with_unit(middle, run.metrics[metric].unit),
+                         f"{number if high.endswith(' ' + unit) else low} to {high}", "smoke" * (run.N < MIN_BLOCKS)))
     rows += [(arm, "", "FAILED", next(r["error"] for r in run.errors if r["arm"] == arm), "") for arm in run.manifest["arms"] if arm in failed]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows)
