@@ -40,13 +40,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from . import __version__
-from .engine import LLM, Generation, RequestOutput, as_token_ids, merge
+from .engine import LLM, Generation, RequestOutput, merge
 from .metrics import Metrics
 from .protocol import (DEFAULT_TOKENS, APIError, ChatRequest, CompletionRequest, Fields, Ids, Reply, Speller, check_refused, failure,
                                invalid, parse_messages, parse_params, parse_prompts, printable, unavailable)
 from .rate_limit import RateLimiter
 from .sampling import SamplingParams
-from .weights import is_path_like, render_chat
+from .weights import encode_prompt, is_path_like, render_chat
 
 # %% ../nbs/17_api.ipynb #025ab0ff
 class Job:
@@ -469,6 +469,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list | None = None
+    add_special_tokens: bool | None = None        # of a prompt; default true
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
@@ -482,7 +483,8 @@ def tokens_of(s: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None): raise APIError(400, "give either prompt or messages", "invalid_value", "prompt")
     try:
         with s.llm._prepare_lock:
-            if body.prompt is not None: return as_token_ids(body.prompt, s.llm.tokenizer, s.llm.config.vocab_size)[1] if body.prompt else []
+            if body.add_special_tokens is False and body.prompt is not None: return s.llm.tokenizer(body.prompt, add_special_tokens=False).input_ids
+            if body.prompt is not None: return encode_prompt(s.llm.tokenizer, body.prompt)
             return render_chat(s.llm.tokenizer, parse_messages(body.messages), s.chat_template, body.add_generation_prompt is not False)
     except (ValueError, TypeError) as e: raise invalid(e) from None
 

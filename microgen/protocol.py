@@ -127,7 +127,8 @@ REFUSED = {"tools": (None, []), "tool_choice": (None, "none"), "parallel_tool_ca
            "continue_final_message": (None, False), "chat_template": (None,), "chat_template_kwargs": (None, {}), "documents": (None, []),
            "reasoning_effort": (None, "none"), "thinking_token_budget": (None,), "modalities": (None, ["text"]), "audio": (None,), "prediction": (None,),
            "web_search_options": (None,), "repetition_detection": (None,), "spaces_between_special_tokens": (None, True),
-           "return_tokens_as_token_ids": (None, False), "request_id": (None,)}     # parameter -> values that ask for nothing
+           "return_tokens_as_token_ids": (None, False), "request_id": (None,), "add_special_tokens": (None,), "stream_interval": (None, 1),
+           "kv_transfer_params": (None,), "echo": (None, False), "top_logprobs": (None,), "max_completion_tokens": (None,)}     # parameter -> values that ask for nothing
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
 
 def check_refused(body: Fields) -> list[str]:
