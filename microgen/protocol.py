@@ -211,7 +211,7 @@ class Speller:
     def name(self, token_id: int) -> str:
         data = self.bytes(token_id)
         try: return data.decode()
-        except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+        except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in data)       # not measured: a format
 
 # %% ../nbs/16b_protocol.ipynb #035fa8aa
 class Offsets:
