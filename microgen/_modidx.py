@@ -457,6 +457,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'microgen/prefix_cache.py'),
                                        'microgen.prefix_cache.PrefixCache.share': ( 'prefix_cache.html#prefixcache.share',
                                                                                     'microgen/prefix_cache.py'),
+                                       'microgen.prefix_cache.PrefixCache.touch': ( 'prefix_cache.html#prefixcache.touch',
+                                                                                    'microgen/prefix_cache.py'),
                                        'microgen.prefix_cache.root': ('prefix_cache.html#root', 'microgen/prefix_cache.py'),
                                        'microgen.prefix_cache.same_text': ('prefix_cache.html#same_text', 'microgen/prefix_cache.py'),
                                        'microgen.prefix_cache.sha256': ('prefix_cache.html#sha256', 'microgen/prefix_cache.py')},

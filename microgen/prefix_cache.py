@@ -83,6 +83,10 @@ class PrefixCache(BlockAllocator):
             self.free.pop(b, None)
             self.ref_counts[b] += 1
 
+    def touch(self, block: int):
+        "`block` was read once more (copied, say): if it is free, it is now the last to be reused."
+        if block in self.free: self.free.move_to_end(block)
+
     def release(self, blocks: list[int]):
         super().release(blocks)
         for b in blocks:

@@ -221,6 +221,7 @@ def _take(self: Scheduler, r: Request, budget: int) -> bool:
     revived = sum(self.allocator.ref_counts[b] == 0 for b in held)
     if reserved + revived + len(self.running) > self.allocator.num_free: return False
     self.allocator.share(held)
+    if self.cache and len(blocks) > len(shared): self.cache.touch(blocks[-1])       # what is copied is in use, too
     r.block_table, r.num_computed = shared + self.allocator.allocate(new), cached
     if len(blocks) > len(shared): r.block_copy = blocks[-1], r.block_table[len(shared)]
     self._count(r)
