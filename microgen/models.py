@@ -297,6 +297,7 @@ def limit_window(model: Decoder, window: int, sinks: int = 0):
 
     Streaming with sinks: Xiao et al., 2023, arXiv:2309.17453, here with true positions. Raises `ValueError` for learned positions."""
     c = model.config
+    if sinks > c.max_position: raise ValueError(f"attention_sinks={sinks} exceeds the model's {c.max_position} positions")
     if c.rope is None: raise ValueError(f"sliding_window={window!r} needs rotary positions, and {c.family} has learned ones; leave it out")
     model.config = replace(c, windows=tuple(min(window, w or window) for w in c.windows), attention_sinks=sinks)
     for layer, w in zip(model.layers, model.config.windows): layer.attn.window = w

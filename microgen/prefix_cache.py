@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from .kv_cache import BlockAllocator
 
 # %% ../nbs/05_prefix_cache.ipynb #7bcea69d
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prefix:
     "A text of whole blocks: the block `token_ids` after the text `parent`. A root holds its salt and no tokens."
     parent: "Prefix | None"
     token_ids: tuple
     hash: bytes
+
+    def __repr__(self): return f"Prefix({self.hash.hex()[:12]}: … {list(self.token_ids)})"
 
 def sha256(parent: bytes, token_ids: Sequence[int]) -> bytes:
     "The hash of a block: of its parent's hash and its tokens."
@@ -61,11 +63,16 @@ class PrefixCache(BlockAllocator):
             blocks.append(block); known = stored
         return blocks
 
-    def publish(self, block: int, prefix: Prefix):
-        "`block` now holds the keys and values of `prefix`. What is cached already under that hash stays."
-        if block in self.prefix_of or prefix.hash in self.block_of: return
-        self.block_of[prefix.hash], self.prefix_of[block] = block, prefix
-        self._tell("stored", prefix)
+    def publish(self, block: int, prefix: Prefix) -> Prefix:
+        """`block` now holds the keys and values of `prefix`. What is cached already under that hash stays.
+
+        Returns the prefix to go on from: the stored one, if it says the same, so that equal texts are kept once."""
+        stored = self.prefix_of.get(self.block_of.get(prefix.hash))
+        if stored: return stored if same_text(stored, prefix) else prefix
+        if block not in self.prefix_of:
+            self.block_of[prefix.hash], self.prefix_of[block] = block, prefix
+            self._tell("stored", prefix)
+        return prefix
 
     def allocate(self, n: int) -> list[int]:
         blocks = super().allocate(n)

@@ -147,6 +147,7 @@ class Scheduler:
     def advance(self, plan: Schedule):
         "The step has run: its tokens are in the cache. Full blocks get their names, and what left the window is freed."
         for r, n in plan.chunks.items():
+            if r.status is not Status.RUNNING: continue            # taken out while the step ran
             before, r.num_computed, r.block_copy = r.num_computed, r.num_computed + n, None
             if self.cache: self._publish(r, before)
             if self.window: self._free_outside(r)
@@ -183,11 +184,14 @@ def _prefixes(self: Scheduler, r: Request, n: int) -> list[Prefix]:
         r.prefixes.append(self.cache.extend(r.prefixes[-1] if i else root(r.cache_salt), tokens))
     return r.prefixes[:n]
 
+def _adopt(self: Scheduler, r: Request):
+    "Go on from the stored prefixes instead of equal ones of its own: the chain of a text is kept once."
+    r.prefixes[:] = [self.cache.prefix_of[b] for b in self.cache.find(r.prefixes)]
+
 def _publish(self: Scheduler, r: Request, before: int):
     "Name the blocks that became full since `r` had `before` computed tokens."
     first, last = before // self.block_size, r.num_computed // self.block_size
-    if first == last: return
-    for block, prefix in zip(r.block_table[first:last], self._prefixes(r, last)[first:]): self.cache.publish(block, prefix)
+    for i in range(first, last): r.prefixes[i] = self.cache.publish(r.block_table[i], self._prefixes(r, i + 1)[i])
 
 def _shares_unread(self: Scheduler, r: Request) -> bool:
     "Should `r` wait for its parent to finish reading the prompt that they share?"
@@ -207,7 +211,7 @@ def _cached(self: Scheduler, r: Request) -> tuple[list[int], int]:
         if blocks.count(FREED) <= len(outside): return blocks, tokens      # nothing that it needs has left another's window
     return [], 0
 
-Scheduler._prefixes, Scheduler._publish, Scheduler._shares_unread, Scheduler._cached = _prefixes, _publish, _shares_unread, _cached
+Scheduler._prefixes, Scheduler._adopt, Scheduler._publish, Scheduler._shares_unread, Scheduler._cached = _prefixes, _adopt, _publish, _shares_unread, _cached
 
 # %% ../nbs/10_scheduler.ipynb #fd6e2fd0
 def _take(self: Scheduler, r: Request, budget: int) -> bool:
@@ -224,6 +228,7 @@ def _take(self: Scheduler, r: Request, budget: int) -> bool:
     if self.cache and len(blocks) > len(shared): self.cache.touch(blocks[-1])       # what is copied is in use, too
     r.block_table, r.num_computed = shared + self.allocator.allocate(new), cached
     if len(blocks) > len(shared): r.block_copy = blocks[-1], r.block_table[len(shared)]
+    if self.cache: self._adopt(r)
     self._count(r)
     return True
 
@@ -253,7 +258,8 @@ def check_fits(self: Scheduler, prompt_len: int, max_tokens: int):
                          f"max_tokens can be at most {room} here")
 
 def add(self: Scheduler, r: Request):
-    "Put a new request in the queue. Raises `ValueError` when it could never fit."
+    "Put a new request in the queue. Raises `ValueError` when it could never fit, or is there already."
+    if r in self.waiting.order: raise ValueError(f"request {r.request_id!r} is waiting or running already")
     self.check_fits(len(r.prompt_token_ids), r.max_tokens)
     self.waiting.push(r)
 

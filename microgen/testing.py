@@ -348,7 +348,10 @@ def topic_prompts(tokenizer, lengths: Iterable[int], seed: int = 0) -> list[list
 
 # %% ../nbs/00_testing.ipynb #4568dd00
 def _model(model):
-    return reference_model(model) if isinstance(model, (str, Path)) else model
+    model = reference_model(model) if isinstance(model, (str, Path)) else model
+    rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic": model(torch.tensor([[0]]))     # it remembers its longest text; a short one makes it forget
+    return model
 
 @torch.inference_mode()
 def reference_greedy(
