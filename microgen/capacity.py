@@ -9,8 +9,8 @@ __all__ = ['side_by_side', 'Capacity', 'read_config', 'plan_capacity']
 from dataclasses import dataclass
 import torch
 from .devices import free_memory, get_device, resolve_dtype
-from .engine import check_sizes, longest_text, num_pool_blocks
-from .kv_cache import BlockAllocator, block_bytes, default_pool_bytes
+from .engine import check_kinds, check_sizes, longest_text, num_pool_blocks
+from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, default_pool_bytes
 from .models import Decoder, ModelConfig, config_from_hf, limit_window
 from .scheduler import Request, Scheduler
 from .weights import DEFAULT_MODEL, hub_model, is_path_like, kaggle_model, load_config, resolve_model
@@ -38,6 +38,7 @@ class Capacity:
     tokens_per_request: int
     requests: int                 # of that length, running side by side
     max_num_seqs: int
+    max_model_len: int
 
     @property
     def pool_bytes(self) -> int: return self.num_blocks * self.block_bytes
@@ -46,7 +47,8 @@ class Capacity:
 
     def __repr__(self):
         kv = "" if self.kv_cache_dtype == "auto" else f", KV {self.kv_cache_dtype}"
-        limit = "max_num_seqs" if self.requests == self.max_num_seqs else "KV blocks"
+        limit = (f"max_model_len, {self.max_model_len:,}" if self.tokens_per_request > self.max_model_len
+                 else "max_num_seqs" if self.requests == self.max_num_seqs else "KV blocks")
         rows = [("weights", f"{self.weight_bytes:,} bytes"), ("a KV block", f"{self.block_bytes:,} bytes, {self.block_size} tokens"),
                 ("KV pool", f"{self.pool_bytes:,} bytes, {self.num_blocks:,} blocks, {self.num_tokens:,} tokens"),
                 (f"requests of {self.tokens_per_request:,}", f"{self.requests:,} at once (limited by {limit})")]
@@ -69,7 +71,13 @@ def plan_capacity(
     kv_cache_dtype: str = "auto", sliding_window: int | None = None, attention_sinks: int | None = None) -> Capacity:
     "What `LLM` with the same arguments would come to, without loading anything. Raises `ValueError` for what cannot be."
     check_sizes(dict(tokens_per_request=tokens_per_request, block_size=block_size), dict(memory=memory, num_blocks=num_blocks,
-                kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens))
+                kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window, attention_sinks=attention_sinks))
+    check_kinds(dict(trust_remote_code=trust_remote_code), bool)
+    if kv_cache_dtype not in KV_CACHE_DTYPES: raise ValueError(f"{kv_cache_dtype=} is not supported; use one of {', '.join(KV_CACHE_DTYPES)}")
+    if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
+    if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
     device = get_device(device)
     dtype, config = resolve_dtype(dtype, device), read_config(model, revision, trust_remote_code)
     with torch.device("meta"): net = Decoder(config)
@@ -85,4 +93,4 @@ def plan_capacity(
     scheduler = Scheduler(BlockAllocator(num_blocks), block_size, seats, budget, length, window=c.window, sinks=c.attention_sinks)
     return Capacity(c.family if isinstance(model, ModelConfig) else str(model), str(dtype)[6:], kv_cache_dtype, weights,
                     block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype), block_size, num_blocks,
-                    tokens_per_request, side_by_side(scheduler, tokens_per_request), seats)
+                    tokens_per_request, side_by_side(scheduler, tokens_per_request), seats, length)

@@ -113,3 +113,17 @@ def _free_outside(self: KVCacheState):
         for i in gone: table[i] = FREED
 
 KVCacheState.read, KVCacheState._reserve, KVCacheState._free_outside = read, _reserve, _free_outside
+
+# %% ../nbs/13a_runtime.ipynb #5f7d026f
+def _fork(self: KVCacheState, memo: dict | None = None) -> KVCacheState:
+    "What `copy.copy` and `copy.deepcopy` make: a cache that goes its own way, of the same model."
+    new = KVCacheState(self.quantize_kv, self.sliding_window, self.attention_sinks, self.block_size)
+    if self.executor is None: return new
+    pool = self.executor.pool
+    new.model, new.allocator = self.model, copy.deepcopy(self.allocator)
+    new.executor = LocalExecutor(self.executor.model, new._make_pool(pool.num_blocks), self.executor.device)
+    for a, b in zip(pool.storage(), new.executor.pool.storage(), strict=True): b.copy_(a)
+    new.prompt_lens, new.token_ids, new.block_tables = copy.deepcopy((self.prompt_lens, self.token_ids, self.block_tables))
+    return new
+
+KVCacheState.__copy__ = KVCacheState.__deepcopy__ = _fork
