@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from .devices import free_memory, get_device, resolve_dtype
 from .engine import check_kinds, check_sizes, longest_text, num_pool_blocks
-from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, default_pool_bytes
+from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes
 from .models import Decoder, ModelConfig, config_from_hf, limit_window
 from .scheduler import Request, Scheduler
 from .weights import DEFAULT_MODEL, hub_model, is_path_like, kaggle_model, load_config, resolve_model
@@ -89,7 +89,7 @@ def plan_capacity(
     if num_blocks is None and kv_cache_memory is None:
         total = memory or (torch.cuda.get_device_properties(device.torch_device).total_memory if device.kind == "cuda" else 0)
         kv_cache_memory = max(0, default_pool_bytes(device.kind, (memory or free_memory(device)) - weights, total, gpu_memory_utilization))
-    num_blocks = num_pool_blocks(net, device, dtype, block_size, num_blocks, kv_cache_memory, seats * length, gpu_memory_utilization, kv_cache_dtype)
+    num_blocks = num_pool_blocks(net, device, dtype, block_size, num_blocks, kv_cache_memory, seats * (blocks_needed(length, block_size) + 1) * block_size, gpu_memory_utilization, kv_cache_dtype)
     scheduler = Scheduler(BlockAllocator(num_blocks), block_size, seats, budget, length, window=c.window, sinks=c.attention_sinks)
     return Capacity(c.family if isinstance(model, ModelConfig) else str(model), str(dtype)[6:], kv_cache_dtype, weights,
                     block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype), block_size, num_blocks,
