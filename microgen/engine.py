@@ -496,6 +496,7 @@ class EngineThread:
                 action = self.inbox.get()
                 if action is None: return self._abort_all()
                 action()
+                del action                                      # and with it a sink, while waiting for the next
             for out in self.engine.step(): self._deliver(out)
 
     def _abort_all(self):
