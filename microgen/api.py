@@ -630,10 +630,11 @@ def create_app(
     if type(max_body) is not int or max_body < 1: raise ValueError(f"max_body={max_body!r} must be a positive integer")
     api_keys, cors_origins = several("api_keys", api_keys), several("cors_origins", cors_origins)
     service = Service(**service_options)
-    if isinstance(llm, LLM): service.open(llm)
+    loader = None if isinstance(llm, LLM) else llm        # the application must not hold the model
+    if loader is None: service.open(llm)
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        if service.llm is None: threading.Thread(target=load, args=(service, llm), name="microgen-load", daemon=True).start()
+        if loader: threading.Thread(target=load, args=(service, loader), name="microgen-load", daemon=True).start()
         yield
     app = FastAPI(title="MicroGen", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.service = service
