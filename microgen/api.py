@@ -599,6 +599,7 @@ async def on_invalid(request: Request, e: RequestValidationError) -> JSONRespons
     faults = e.errors()[:3]
     place = lambda f: ".".join(str(x) for x in f["loc"][1:])
     if faults[0]["type"] == "json_invalid": return error_response(APIError(400, f"the body is not JSON: {faults[0]['ctx']['error']}", "invalid_json"))
+    if faults[0]["loc"] == ("body",) and faults[0]["type"] == "string_unicode": return error_response(APIError(400, "the body has a key that holds half a surrogate pair, which is not text", "invalid_json"))
     if faults[0]["loc"] == ("body",): return error_response(APIError(400, "the body must be a JSON object, sent with Content-Type: application/json", "invalid_json"))
     what = lambda f: "holds half a surrogate pair, which is not text" if f["type"] == "string_unicode" else f["msg"]
     return error_response(APIError(400, "; ".join(f"{printable(place(f), 100)}: {what(f)}" for f in faults), "invalid_value", place(faults[0])))

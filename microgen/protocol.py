@@ -211,6 +211,7 @@ def parse_messages(messages: list) -> list:
         role = "system" if m.get("role") == "developer" else m.get("role")
         if m.get("name") is not None and not isinstance(m["name"], str):
             raise APIError(400, f"messages[{i}].name={m['name']!r:.80} must be a string", "invalid_value", f"messages[{i}].name")
+        if m.get("name"): check_text(f"messages[{i}].name", m["name"])
         return dict(role=role, content=m.get("content")) | ({"name": m["name"]} if isinstance(m.get("name"), str) else {})
     return [one(i, m) for i, m in enumerate(messages)]
 
