@@ -84,9 +84,13 @@ class StopStrings:
             at, self.matched = min(found, key=lambda f: (f[0], -len(f[1])))
             self.held = ""
             return text[:at + len(self.matched)] if self.include else text[:at]
-        keep = max((k for s in self.stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+        keep = max((self._begun(s, text) for s in self.stops), default=0)
         self.held = text[len(text) - keep:]
         return text[:len(text) - keep]
+
+    def _begun(self, stop: str, text: str) -> int:
+        "Characters at the end of `text` that `stop` begins with. Never looks at more of `stop` than there is text."
+        return next((k for k in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-k:])), 0)
 
     def flush(self) -> str:
         "What was held back, when the text ends without a stop string."
@@ -492,6 +496,7 @@ class EngineThread:
                 action = self.inbox.get()
                 if action is None: return self._abort_all()
                 action()
+                del action                                      # and with it a sink, while waiting for the next
             for out in self.engine.step(): self._deliver(out)
 
     def _abort_all(self):

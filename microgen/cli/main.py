@@ -6,7 +6,7 @@
 __all__ = ['MODEL_OPTIONS', 'SAMPLING_OPTIONS', 'SERVER_OPTIONS', 'with_options', 'split_options', 'read_prompt', 'BatchLine',
            'read_line', 'read_jsonl', 'summary', 'as_json', 'check_finished', 'run_one', 'run_file', 'check_model',
            'check_output', 'cli', 'generate', 'run_profile', 'profile_command', 'JsonLines', 'start_logging',
-           'serve_command', 'read_turn', 'reply_to', 'chat_command', 'bench_command', 'main']
+           'check_keys', 'serve_command', 'read_turn', 'reply_to', 'chat_command', 'bench_command', 'main']
 
 # %% ../../nbs/18_cli.ipynb #65787e2e
 import json
@@ -253,7 +253,11 @@ def start_logging(as_json_lines: bool):
 SERVER_OPTIONS = [
     click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: the whole network may ask."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one."),
-    click.option("--api-key", multiple=True, envvar="MICROGEN_API_KEY", help="Clients must show one of these (may be given several times)."),
+    click.option("--api-key", multiple=True, envvar="MICROGEN_API_KEY", show_envvar=True, help="Clients must show one of these (may be given several times)."),
+    click.option("--rpm", type=click.IntRange(1), default=None, help="Requests a minute of one key; more are told to come back (429)."),
+    click.option("--tpm", type=click.IntRange(1), default=None, help="Tokens a minute of one key, prompts and answers."),
+    click.option("--global-rpm", type=click.IntRange(1), default=None, help="Requests a minute of all keys together."),
+    click.option("--global-tpm", type=click.IntRange(1), default=None, help="Tokens a minute of all keys together."),
     click.option("--served-model-name", multiple=True, help="What clients call the model (may be given several times)."),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file with a Jinja template instead of the model's own."),
     click.option("--max-num-seqs", type=int, default=None, help="Requests that run at once; default 64."),
@@ -264,10 +268,18 @@ SERVER_OPTIONS = [
     click.option("--log-json", is_flag=True, help="Log lines as JSON objects."),
 ]
 
+def check_keys(keys: tuple[str, ...]):
+    "Raise `click.UsageError` for an empty key: whoever sets one means to protect the server."
+    unset = not keys and "MICROGEN_API_KEY" in os.environ                # click takes an empty variable for none
+    if unset or not all(k.strip() for k in keys):
+        raise click.UsageError(f"{'MICROGEN_API_KEY' if unset else '--api-key'} is empty: give a key, or leave it out for a server without one")
+
 @cli.command("serve")
 @with_options(SERVER_OPTIONS + MODEL_OPTIONS)
-def serve_command(host, port, api_key, served_model_name, chat_template, max_num_seqs, max_waiting, max_body, cors_origin, grace, log_json, **model_options):
+def serve_command(host, port, api_key, rpm, tpm, global_rpm, global_tpm, served_model_name, chat_template, max_num_seqs, max_waiting, max_body,
+                  cors_origin, grace, log_json, **model_options):
     "Serve the model over HTTP as OpenAI does. SIGTERM or Ctrl-C: finish what runs, then stop; twice: stop."
+    check_keys(api_key)
     check_model(model_options["model"])
     template = chat_template and chat_template.read_text(encoding="utf-8")
     start_logging(log_json)
@@ -275,7 +287,9 @@ def serve_command(host, port, api_key, served_model_name, chat_template, max_num
         from microgen.engine import LLM
         return LLM(max_num_seqs=max_num_seqs, **model_options)
     from microgen.api import run_server
-    code = run_server(load, host, port, api_keys=api_key, names=served_model_name, chat_template=template, max_waiting=max_waiting,
+    from microgen.rate_limit import RateLimiter
+    limiter = RateLimiter(rpm, tpm, global_rpm, global_tpm) if any((rpm, tpm, global_rpm, global_tpm)) else None
+    code = run_server(load, host, port, limiter=limiter, api_keys=api_key, names=served_model_name, chat_template=template, max_waiting=max_waiting,
                       max_body=max_body, cors_origins=cors_origin, grace=grace, say=lambda text: click.echo(text, err=True))
     sys.stderr.flush()
     os._exit(code)                                          # at once: a model may still be loading, a last step running
