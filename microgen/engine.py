@@ -616,11 +616,12 @@ class LLM:
         self.kv_pool_bytes = engine.executor.pool.nbytes
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
+        sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
         print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
               f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
-              f"{f'window of {net.config.window} tokens; ' if net.config.window else ''}"
+              f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
               f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
 
     @property

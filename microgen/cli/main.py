@@ -64,7 +64,7 @@ def read_prompt(prompt: str | None) -> str:
     "The prompt from the option or from standard input. Raises `click.UsageError` when there is none."
     if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
         prompt = sys.stdin.read().removesuffix("\n").removesuffix("\r")
-    if not prompt: raise click.UsageError("no prompt: pass --prompt TEXT, pipe one in, or give --input FILE.jsonl")
+    if not prompt: raise click.UsageError("no prompt: pass --prompt TEXT, pipe one in, or give --input FILE.jsonl with --output FILE.jsonl")
     return prompt
 
 # %% ../../nbs/18_cli.ipynb #0713af5d
