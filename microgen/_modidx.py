@@ -332,6 +332,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'microgen.engine.check_kinds': ('engine.html#check_kinds', 'microgen/engine.py'),
                                  'microgen.engine.check_later': ('engine.html#check_later', 'microgen/engine.py'),
                                  'microgen.engine.check_sizes': ('engine.html#check_sizes', 'microgen/engine.py'),
+                                 'microgen.engine.failed': ('engine.html#failed', 'microgen/engine.py'),
                                  'microgen.engine.generate': ('engine.html#generate', 'microgen/engine.py'),
                                  'microgen.engine.longest_text': ('engine.html#longest_text', 'microgen/engine.py'),
                                  'microgen.engine.merge': ('engine.html#merge', 'microgen/engine.py'),

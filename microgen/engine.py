@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
-           'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine',
+           'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine', 'failed',
            'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'longest_text', 'num_pool_blocks', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
@@ -134,7 +134,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0                              # of the prompt, that the first choice did not have to compute
 
     def __repr__(self):
         def short(o):
@@ -278,6 +278,7 @@ class Engine:
         params = SamplingParams() if params is None else replace(params)   # our own copy, checked again
         text, ids = as_token_ids(prompt, self.tokenizer, self.vocab_size)
         params.check_vocab(self.vocab_size)
+        if not -2**63 <= priority < 2**63: raise ValueError(f"priority={str(priority)[:40]} must fit in 64 bits")
         self.scheduler.check_fits(len(ids), params.max_tokens or 1)
         max_tokens = params.max_tokens or self.scheduler.room(len(ids))
         arrival = time.monotonic() if arrival is None else arrival
@@ -447,6 +448,10 @@ def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int,
     return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
 
 # %% ../nbs/11_engine.ipynb #481e8683
+def failed(request_id: str, cause: str) -> RequestOutput:
+    "The only output of a request that came to nothing."
+    return RequestOutput(request_id, None, [], [CompletionOutput(0, finish_reason="error", stop_reason=cause)], True, RequestMetrics(0.0))
+
 class EngineThread:
     "Runs an `Engine` in one background thread. All contact goes through `inbox` (in) and sinks (out)."
     def __init__(self, engine: Engine):
@@ -472,8 +477,10 @@ class EngineThread:
             self.inbox.put(action)
 
     def _add(self, g: Generation, sink: Callable):
+        if g.request_id in self.sinks: return sink(failed(g.request_id, f"request_id={g.request_id!r} is in use"))
         self.sinks[g.request_id] = sink
-        self.engine.add(g)
+        try: self.engine.add(g)
+        except Exception as e: self.engine.abort(g.request_id); self.sinks.pop(g.request_id)(failed(g.request_id, f"{type(e).__name__}: {e}"))
 
     def _deliver(self, out: RequestOutput):
         sink = self.sinks.pop(out.request_id, None) if out.finished else self.sinks.get(out.request_id)
@@ -487,7 +494,7 @@ class EngineThread:
         except BaseException as e:                          # a fault of ours: nobody may be left waiting
             with self.lock: self.closed, self.cause = True, f"its engine thread ended with {type(e).__name__}: {e}"
             for rid, sink in list(self.sinks.items()):
-                sink(RequestOutput(rid, None, [], [CompletionOutput(0, finish_reason="error", stop_reason=self.cause)], True, RequestMetrics(0.0)))
+                sink(failed(rid, self.cause))
         finally: self.engine = None
 
     def _loop(self):
@@ -607,7 +614,8 @@ class LLM:
         budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
         seats = max_num_seqs or min(64, budget)
         num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
-                                     seats * self.max_model_len, gpu_memory_utilization, kv_cache_dtype)
+                                     seats * (blocks_needed(self.max_model_len, block_size) + 1) * block_size,     # a spare block each
+                                     gpu_memory_utilization, kv_cache_dtype)
         engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
                               self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching)
         self.kv_events = self.kv_publisher = None
