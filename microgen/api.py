@@ -320,7 +320,9 @@ async def unless_left(work: Awaitable, request: Request):
         for task in race: task.cancel()
 
 # %% ../nbs/17_api.ipynb #96b8f25b
-def event(data: dict) -> str: return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def event(data: dict) -> str:
+    "One server-sent event."
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 async def events(job: Job, reply: Reply) -> AsyncIterator[str]:
     "The server-sent events of a reply."
@@ -397,7 +399,9 @@ class Gate:
         finally: access_log.info("%s", " ".join(f"{k}={v}" for k, v in visit.record().items()), extra={"record": visit.record()})
 
 # %% ../nbs/17_api.ipynb #4c71df83
-def error_response(e: APIError) -> JSONResponse: return JSONResponse(e.body(), e.status_code, e.headers)
+def error_response(e: APIError) -> JSONResponse:
+    "An error as the client sees it."
+    return JSONResponse(e.body(), e.status_code, e.headers)
 
 def check_key(self: Gate, scope) -> str:
     "The key that the visitor showed. Raises `APIError` (401) unless it is one of ours, where one is needed."
@@ -468,6 +472,7 @@ async def model(request: Request, name: str):
     return model_card(s, s.check_model(name))
 
 def model_card(s: Service, name: str) -> dict:
+    "The model under one of its names, as OpenAI's list shows it."
     return dict(id=name, object="model", created=s.created, owned_by="microgen", root=s.names[0], parent=None, max_model_len=s.llm.max_model_len)
 
 # %% ../nbs/17_api.ipynb #4d10420c
@@ -494,7 +499,9 @@ async def metrics(request: Request):
     return Response(body, headers={"Content-Type": kind})
 
 @router.get("/version")
-async def version(): return {"version": __version__}
+async def version():
+    "MicroGen's version."
+    return {"version": __version__}
 
 @router.get("/server_info")
 async def server_info(request: Request):
@@ -693,6 +700,7 @@ class Quiet(uvicorn.Server):
         if self.force_exit: await self.lifespan.shutdown()
 
 def uvicorn_server(app: FastAPI) -> Quiet:
+    "A uvicorn server for `app`, not yet running."
     server = Quiet(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, ws="none", lifespan="on", timeout_graceful_shutdown=5))
     app.state.service.hang_up = server.hang_up
     return server
@@ -802,7 +810,9 @@ def banner(s: Service, url: str) -> str:
             f"{scheduler.block_size} tokens, context {llm.max_model_len}; {scheduler.max_num_seqs} requests run and {s.max_waiting} wait at most")
 
 # %% ../nbs/17_api.ipynb #13ab9040
-def bar(share: float, width: int = 30) -> str: return ("█" * round(width * min(1.0, max(0.0, share)))).ljust(width, "░")
+def bar(share: float, width: int = 30) -> str:
+    "A share from 0 to 1 as a bar of characters."
+    return ("█" * round(width * min(1.0, max(0.0, share)))).ljust(width, "░")
 
 def view(before: dict, now: dict, seconds: float) -> str:
     "A few lines about an engine, from its `stats()` twice."
