@@ -331,6 +331,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'microgen.engine.chat': ('engine.html#chat', 'microgen/engine.py'),
                                  'microgen.engine.check_kinds': ('engine.html#check_kinds', 'microgen/engine.py'),
                                  'microgen.engine.check_later': ('engine.html#check_later', 'microgen/engine.py'),
+                                 'microgen.engine.check_memory': ('engine.html#check_memory', 'microgen/engine.py'),
                                  'microgen.engine.check_sizes': ('engine.html#check_sizes', 'microgen/engine.py'),
                                  'microgen.engine.failed': ('engine.html#failed', 'microgen/engine.py'),
                                  'microgen.engine.generate': ('engine.html#generate', 'microgen/engine.py'),

@@ -9,8 +9,8 @@ __all__ = ['side_by_side', 'Capacity', 'read_config', 'plan_capacity']
 from dataclasses import dataclass
 import torch
 from .devices import free_memory, get_device, resolve_dtype
-from .engine import check_kinds, check_sizes, longest_text, num_pool_blocks
-from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes
+from .engine import check_kinds, check_memory, check_sizes, longest_text, num_pool_blocks
+from .kv_cache import BlockAllocator, block_bytes, blocks_needed, default_pool_bytes
 from .models import Decoder, ModelConfig, config_from_hf, limit_window
 from .scheduler import Request, Scheduler
 from .weights import DEFAULT_MODEL, hub_model, is_path_like, kaggle_model, load_config, resolve_model
@@ -74,10 +74,7 @@ def plan_capacity(
                 kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window, attention_sinks=attention_sinks))
     check_kinds(dict(trust_remote_code=trust_remote_code), bool)
-    if kv_cache_dtype not in KV_CACHE_DTYPES: raise ValueError(f"{kv_cache_dtype=} is not supported; use one of {', '.join(KV_CACHE_DTYPES)}")
-    if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
-    if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
+    check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
     device = get_device(device)
     dtype, config = resolve_dtype(dtype, device), read_config(model, revision, trust_remote_code)
     with torch.device("meta"): net = Decoder(config)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine', 'failed',
-           'EngineThread', 'check_later', 'check_sizes', 'check_kinds', 'longest_text', 'num_pool_blocks', 'LLM']
+           'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds', 'longest_text',
+           'num_pool_blocks', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -533,6 +534,14 @@ def check_sizes(needed: dict, optional: dict):
         if (type(value) is not int or value < 1) and not (value is None and name in optional):
             raise ValueError(f"{name}={value!r} must be a positive integer{' or None' if name in optional else ''}")
 
+def check_memory(kv_cache_dtype: str, sliding_window: int | None, attention_sinks: int | None, gpu_memory_utilization: float):
+    "Raise `ValueError` for options of the KV cache that cannot be, or do not go together."
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"{kv_cache_dtype=} is not supported; use one of {', '.join(KV_CACHE_DTYPES)}")
+    if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
+    if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
+
 def check_kinds(*values_and_kind):
     "Raise `TypeError` for a value that is not of its kind; arguments alternate between a dict of values and their type."
     for values, kind in zip(values_and_kind[::2], values_and_kind[1::2]):
@@ -594,11 +603,7 @@ class LLM:
                     attention_sinks=attention_sinks))
         check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
                     enable_prefix_caching=enable_prefix_caching), bool)
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"{kv_cache_dtype=} is not supported; use one of {', '.join(KV_CACHE_DTYPES)}")
-        if attention_sinks and not sliding_window: raise ValueError(f"{attention_sinks=} needs a sliding_window")
-        if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"{gpu_memory_utilization=} must be a number in (0, 1]")
+        check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
