@@ -6,7 +6,7 @@
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine', 'failed',
            'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds', 'longest_text',
-           'num_pool_blocks', 'LLM']
+           'num_pool_blocks', 'why_dtype', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 import torch
-from .devices import Device, free_memory, get_device, resolve_dtype
+from .devices import Device, free_memory, get_device, resolve_dtype, use_threads
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
 from .kv_events import KVEventPublisher, KVEvents, kv_events_config
+from .linear import fastest_dtype
 from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
@@ -36,6 +37,7 @@ class Detokenizer:
     "Turns the output tokens of one sequence into text, in pieces that never split a character."
     CONTEXT = 6     # tokens of the prompt that the first output is decoded together with
     PATIENCE = 64   # tokens that may wait for the end of a character
+    WINDOW = 12     # tokens that the window grows to before its older part is dropped
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -56,14 +58,16 @@ class Detokenizer:
         text = self._decode()
         sure = len(text) - self._unsure(text)
         new, self.sent = text[self.sent:sure], max(self.sent, sure)
-        if sure == len(text): self._slide()
+        if sure == len(text):                               # nothing is pending
+            newest, self.complete = self.complete, len(self.ids)
+            if len(self.ids) > self.WINDOW: self._keep(self.ids[newest:])
         return new
 
-    def _slide(self):
-        "Nothing is pending: keep the newest tokens as context, if they are visible at all."
-        old, self.ids, self.complete = self.ids, self.ids[self.complete:], len(self.ids) - self.complete
-        if text := self._decode(): self.sent = len(text)
-        else: self.ids, self.complete = old, len(old)
+    def _keep(self, ids: list[int]):
+        "Make the window `ids`, the tokens let out last, if they are visible at all."
+        whole, self.ids = self.ids, ids
+        if text := self._decode(): self.complete, self.sent = len(ids), len(text)
+        else: self.ids = whole
 
     def flush(self) -> str:
         "What is left when no more tokens come."
@@ -575,6 +579,11 @@ def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_si
     return min(kv_cache_memory // size, blocks_needed(max_tokens, block_size))
 
 # %% ../nbs/11_engine.ipynb #4b9b3f18
+def why_dtype(device: Device) -> str:
+    "Why `dtype=\"auto\"` chose as it did, for the line that `LLM` prints."
+    return f" ({fastest_dtype(device)[1]})" if device.kind == "cpu" else f", the fastest format that {device.name} has units for,"
+
+# %% ../nbs/11_engine.ipynb #bbb4eff3
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -607,6 +616,7 @@ class LLM:
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
+        if self.device.kind == "cpu": use_threads()
         self.dtype = resolve_dtype(dtype, self.device)
         where, path = self.device.torch_device, resolve_model(model, revision)
         hf_config = load_config(path, trust_remote_code)
@@ -631,7 +641,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._thread.close)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
         print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
-              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
+              f"{why_dtype(self.device) if dtype == 'auto' else ''} on {self.device.name}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
               f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
