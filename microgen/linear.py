@@ -92,9 +92,10 @@ def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width
     return times
 
 # %% ../nbs/06c_linear.ipynb #c10a8346
-def fastest_ways(times: dict[str, list[float]]) -> tuple[tuple[float, str], ...]:
+def fastest_ways(times: dict[str, list[float]], narrow: bool = False) -> tuple[tuple[float, str], ...]:
     "Pairs (at most so many rows, name of the fastest way), from the times of `measure_ways`."
-    cost = lambda i: lambda name: times[name][i] * dict(plain=1, packed=1.25).get(name, 1.1)
+    handicap = dict(packed=1.25) | (dict(plain=1.25, widened=1.0, compiled=1.0) if narrow else dict(plain=1.0, compiled=1.1))
+    cost = lambda i: lambda name: times[name][i] * handicap[name]
     best = [min(times, key=cost(i)) for i in range(len(ROWS))]
     limits = [math.sqrt(a * b) for a, b in zip(ROWS, ROWS[1:])] + [math.inf]
     return tuple((most, name) for i, (most, name) in enumerate(zip(limits, best)) if best[i + 1:i + 2] != [name])
@@ -126,7 +127,8 @@ def use_fastest_ways(model: nn.Module, device: Device, dtype: torch.dtype):
     if device.kind != "cpu": return
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     room = free_memory(device) > 4 * sum(layer.weight.nbytes for layer in layers)
-    found = fastest_ways({name: t for name, t in way_times(device, dtype).items() if room or name != "packed"})
+    found = fastest_ways({name: t for name, t in way_times(device, dtype).items() if room or name != "packed"},
+                         narrow=compute_dtype(dtype, device) != dtype)
     for layer in layers:
         if "packed" in dict(found).values(): pack(layer)
         layer.ways = tuple((most, WAYS[name]) for most, name in found)
