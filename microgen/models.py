@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from .attention import ATTENTION_BACKENDS, AttentionPlan, plan_attention
 from .kv_cache import KVPool, StepInput
+from .triton_attention import best_attention
 
 # %% ../nbs/07_models.ipynb #cbb429e4
 SUPPORTED = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}  # model_type -> weight naming
@@ -305,9 +306,11 @@ def limit_window(model: Decoder, window: int, sinks: int = 0):
 # %% ../nbs/07_models.ipynb #095d63ec
 class LocalExecutor:
     "Runs `StepInput`s on one device. `execute` is all that the engine calls."
-    def __init__(self, model: Decoder, pool: KVPool, device: "torch.device | str" = "cpu", attention: str = "sdpa"):
+    def __init__(self, model: Decoder, pool: KVPool, device: "torch.device | str" = "cpu",
+                 attention: "str | Callable" = "auto"):      # a backend, or its name; auto: the fastest on the device
         self.model, self.pool, self.device = model, pool, device
-        self.attention = ATTENTION_BACKENDS[attention]
+        if attention == "auto": attention = best_attention(device)
+        self.attention = attention if callable(attention) else ATTENTION_BACKENDS[attention]
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> torch.Tensor:
