@@ -1,4 +1,4 @@
-"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch and numpy, and psutil and tqdm to measure.
+"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch, Triton and numpy, and psutil and tqdm to measure.
 
     python experiments/gpu_check.py [--parts checks,attention,decode,capacity] [--blocks 30] [--minutes 9] [--dry-run]
 
@@ -93,7 +93,7 @@ def random_prompts(n: int, length: int, vocab: int) -> list[list[int]]:
 def check_attention() -> float:
     "The largest difference between kernel and reference in float32; 16-bit ones must agree to their rounding."
     worst = 0.0
-    for seed in range(6 if dry else 120):
+    for seed in range(3 if dry else 120):
         rng = random.Random(seed); torch.manual_seed(seed)
         heads, kv_heads, d = rng.choice([(9, 3, 64), (32, 8, 64), (8, 8, 128), (4, 4, 16), (5, 1, 32), (2, 2, 1), (6, 6, 3)])
         block_size, window, sinks = rng.choice([1, 4, 16, 24, 64]), rng.choice([None, None, 7, 40, 1000]), rng.choice([0, 3, 70])
@@ -121,7 +121,7 @@ def check_graphs() -> float:
             c, blocks = model.config, 40 * 8
             pools = [make_pool(kind, 2, blocks + 1, 16, c.num_kv_heads, c.head_dim, device=device) for _ in range(2)]
             graphs, local = GraphExecutor(model, pools[0], device, 33, 120, "triton", **capture), LocalExecutor(model, pools[1], device, "sdpa")
-            for seed, n in enumerate([1, 3] if dry else [*range(1, 34), 7, 33, 1]):
+            for seed, n in enumerate([1, 2] if dry else [*range(1, 34), 7, 33, 1]):
                 rng = random.Random(seed); torch.manual_seed(seed)
                 step, _ = random_step(rng, 16, c.window, c.attention_sinks, n, 120, decode=True)
                 filled = filled_pool(step, blocks + 1, 16, c.num_kv_heads, c.head_dim, torch.float32, kind, 2, device)
@@ -163,7 +163,8 @@ def checks():
 def run_trials(name: str, arms: dict, compare: list):
     path = out / name / f"{machine()}.jsonl"
     run = trials(name, arms, compare, N=2 if dry else args.blocks, warmup=1 if dry else 2, path=path)
-    print(summary(run)); print(table(run), flush=True)
+    with contextlib.suppress(ImportError): print(summary(run))       # its statistics need scipy and statsmodels
+    print(table(run), flush=True)
 
 
 def synchronised(work, times: int):
