@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 import torch
+from .cuda_graphs import GraphExecutor
 from .devices import Device, free_memory, get_device, resolve_dtype, use_threads
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
 from .kv_events import KVEventPublisher, KVEvents, kv_events_config
@@ -29,6 +30,7 @@ from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
+from .triton_attention import best_attention
 from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
                               stop_token_ids)
 
@@ -442,15 +444,17 @@ Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_a
 def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int, block_size: int = 16, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, stop_ids: frozenset[int] = frozenset(), seed: int = 0,
                  dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096,
-                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True) -> Engine:
-    "An engine over `model`, with a KV pool of `num_blocks` blocks. Raises `ValueError` for sizes that do not go together."
+                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True, enforce_eager: bool = False) -> Engine:
+    "An engine over `model`, with a KV pool of `num_blocks` blocks; on CUDA with recorded decode steps, unless `enforce_eager`. Raises `ValueError` for sizes that do not go together."
     c = model.config
     allocator = PrefixCache(num_blocks, block_size) if enable_prefix_caching else BlockAllocator(num_blocks)
     scheduler = Scheduler(allocator, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
                           window=c.window, sinks=c.attention_sinks)
-    pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+    graphs = not enforce_eager and best_attention(device) == "triton"
+    pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks + graphs, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+    executor = GraphExecutor(model, pool, device, max_num_seqs, max_model_len) if graphs else LocalExecutor(model, pool, device)
     dynamic_rope = c.rope is not None and c.rope.get("rope_type") == "dynamic"
-    return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
+    return Engine(executor, scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
 
 # %% ../nbs/11_engine.ipynb #481e8683
 def failed(request_id: str, cause: str) -> RequestOutput:
@@ -583,7 +587,7 @@ def why_dtype(device: Device) -> str:
     "Why `dtype=\"auto\"` chose as it did, for the line that `LLM` prints."
     return f" ({fastest_dtype(device)[1]})" if device.kind == "cpu" else f", the fastest format that {device.name} has units for,"
 
-# %% ../nbs/11_engine.ipynb #bbb4eff3
+# %% ../nbs/11_engine.ipynb #5db52a42
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -599,7 +603,8 @@ class LLM:
         seed: int = 0,                               # seeds requests that bring no seed of their own
         tokenizer: str | None = None,                # another folder to take the tokenizer from
         revision: str | None = None, trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9, enforce_eager: bool = False,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,                 # on CUDA: launch each kernel anew, record no graphs
         enable_prefix_caching: bool = True,          # prompts that begin alike share what was computed
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
@@ -632,7 +637,7 @@ class LLM:
                                      seats * (blocks_needed(self.max_model_len, block_size) + 1) * block_size,     # a spare block each
                                      gpu_memory_utilization, kv_cache_dtype)
         engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
-                              self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching)
+                              self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager)
         self.kv_events = self.kv_publisher = None
         if events: self._tell(events, engine.scheduler.cache)
         self.kv_cache_dtype = kv_cache_dtype

@@ -20,6 +20,7 @@ from .devices import compute_dtype, get_device
 from .kernels import available, rms_norm, rope_, silu_mul
 from .kv_cache import KVPool, StepInput
 from .linear import Linear, use_fastest_ways
+from .triton_attention import best_attention
 
 # %% ../nbs/07_models.ipynb #cbb429e4
 SUPPORTED = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}  # model_type -> weight naming
@@ -335,13 +336,14 @@ def as_tensors(device: "torch.device | str", *lists: list[int]) -> tuple[torch.T
     flat = torch.tensor([*chain.from_iterable(lists)], dtype=torch.int64, device=device)
     return flat.split([len(l) for l in lists])
 
-# %% ../nbs/07_models.ipynb #2a87adc5
+# %% ../nbs/07_models.ipynb #69564084
 class LocalExecutor:
     "Runs `StepInput`s on one device. `execute` is all that the engine calls."
-    def __init__(self, model: Decoder, pool: KVPool, device: "torch.device | str" = "cpu", attention: str = "auto"):
+    def __init__(self, model: Decoder, pool: KVPool, device: "torch.device | str" = "cpu",
+                 attention: "str | Callable" = "auto"):      # a backend, or its name; auto: the fastest on the device
         self.model, self.pool, self.device = model, pool, device
-        if attention == "auto": attention = "compiled" if torch.device(device).type == "cpu" and available() else "sdpa"
-        self.attention = ATTENTION_BACKENDS[attention]
+        if attention == "auto": attention = "compiled" if torch.device(device).type == "cpu" and available() else best_attention(device)
+        self.attention = attention if callable(attention) else ATTENTION_BACKENDS[attention]
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> torch.Tensor:
