@@ -74,7 +74,7 @@ def usable_ways(device: Device, dtype: torch.dtype) -> list[str]:
     "Names of the `WAYS` that may serve weights of `dtype` on `device`."
     if device.kind != "cpu": return ["plain"]
     narrow = compute_dtype(dtype, device) != dtype
-    return ["plain"] + ["widened"] * narrow + ["packed"] + ["compiled"] * (dtype != torch.float16 and available())
+    return ["plain"] + ["widened"] * narrow + ["packed"] * (not narrow and dtype.itemsize == 2) + ["compiled"] * (dtype != torch.float16 and available())
 
 def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width: int = 1024, count: int = 24) -> dict[str, list[float]]:
     "Seconds of each way (`plain` first) for `ROWS`, per layer of `width` × `width` weights, walking through `count` of them."
