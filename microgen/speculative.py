@@ -209,10 +209,11 @@ class ModelDrafter:
     def _read(self, plan: Schedule, granted: dict[Request, int]) -> tuple[StepInput, list[Request]]:
         "The first round: what it has not read yet, and who can be given a guess after it."
         step, asked, bs, budget = StepInput(), [], self.executor.pool.block_size, self.max_tokens
+        windowed = self.executor.model.config.window is not None           # what is put off there cannot be read later
         for r, n in plan.chunks.items():
             start, stop = self._unread(r), r.num_computed + n
             if r.block_copy and self.own_cache: step.block_copies.append(r.block_copy)
-            if r not in granted and not (self.own_cache and r.num_computed < len(r.prompt_token_ids)): continue
+            if r not in granted and not (self.own_cache and (windowed or r.num_computed < len(r.prompt_token_ids))): continue
             reach = min(stop, self.longest, start + budget)
             if reach <= start: continue
             if r in granted and reach == stop: asked.append(r)
@@ -221,13 +222,12 @@ class ModelDrafter:
         return step, asked
 
     def _unread(self, r: Request) -> int:
-        "The first token of `r` that it has to read."
-        start = r.num_computed
-        if self.own_cache:
-            start = self.done[r] = min(self.done.get(r, start), start)       # behind a wrong guess, or a preemption
-            bs = self.executor.pool.block_size
-            while r.block_table[start // bs] == FREED: start += bs - start % bs     # the window has passed it
-        return start
+        "The first token of `r` that it has to read, and can: what that token looks back to is still there."
+        if not self.own_cache: return r.num_computed
+        start = self.done[r] = min(self.done.get(r, r.num_computed), r.num_computed)       # behind a wrong guess, or a preemption
+        if FREED not in r.block_table: return start
+        gone = len(r.block_table) - r.block_table[::-1].index(FREED)
+        return max(start, gone * self.executor.pool.block_size + self.executor.model.config.window - 1)
 
     def _go_on(self, asked: list[Request], guesses: dict[Request, Guess]) -> StepInput:
         "The next round: everybody's last guess."
