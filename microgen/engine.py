@@ -6,7 +6,7 @@
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine', 'failed',
            'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds', 'longest_text',
-           'num_pool_blocks', 'LLM']
+           'num_pool_blocks', 'why_dtype', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -22,15 +22,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 import torch
 from .cuda_graphs import GraphExecutor
-from .devices import Device, free_memory, get_device, resolve_dtype
+from .devices import Device, free_memory, get_device, resolve_dtype, use_threads
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
 from .kv_events import KVEventPublisher, KVEvents, kv_events_config
+from .linear import fastest_dtype
 from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
+from .quantization import check_quantization
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
 from .triton_attention import best_attention
-from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
+from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model, save_quantized,
                               stop_token_ids)
 
 # %% ../nbs/11_engine.ipynb #01c77347
@@ -38,6 +40,7 @@ class Detokenizer:
     "Turns the output tokens of one sequence into text, in pieces that never split a character."
     CONTEXT = 6     # tokens of the prompt that the first output is decoded together with
     PATIENCE = 64   # tokens that may wait for the end of a character
+    WINDOW = 12     # tokens that the window grows to before its older part is dropped
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -58,14 +61,16 @@ class Detokenizer:
         text = self._decode()
         sure = len(text) - self._unsure(text)
         new, self.sent = text[self.sent:sure], max(self.sent, sure)
-        if sure == len(text): self._slide()
+        if sure == len(text):                               # nothing is pending
+            newest, self.complete = self.complete, len(self.ids)
+            if len(self.ids) > self.WINDOW: self._keep(self.ids[newest:])
         return new
 
-    def _slide(self):
-        "Nothing is pending: keep the newest tokens as context, if they are visible at all."
-        old, self.ids, self.complete = self.ids, self.ids[self.complete:], len(self.ids) - self.complete
-        if text := self._decode(): self.sent = len(text)
-        else: self.ids, self.complete = old, len(old)
+    def _keep(self, ids: list[int]):
+        "Make the window `ids`, the tokens let out last, if they are visible at all."
+        whole, self.ids = self.ids, ids
+        if text := self._decode(): self.complete, self.sent = len(ids), len(text)
+        else: self.ids = whole
 
     def flush(self) -> str:
         "What is left when no more tokens come."
@@ -523,7 +528,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(quantization=None, speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
+LATER = dict(speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -579,6 +584,11 @@ def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_si
     return min(kv_cache_memory // size, blocks_needed(max_tokens, block_size))
 
 # %% ../nbs/11_engine.ipynb #4b9b3f18
+def why_dtype(device: Device) -> str:
+    "Why `dtype=\"auto\"` chose as it did, for the line that `LLM` prints."
+    return f" ({fastest_dtype(device)[1]})" if device.kind == "cpu" else f", the fastest format that {device.name} has units for,"
+
+# %% ../nbs/11_engine.ipynb #aadaf57c
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -597,6 +607,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,                 # on CUDA: launch each kernel anew, record no graphs
         enable_prefix_caching: bool = True,          # prompts that begin alike share what was computed
+        quantization: str | None = None,             # of the weights, while they are loaded: "int8", "int8-weight-only", "int4"
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
@@ -609,17 +620,21 @@ class LLM:
         check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
                     enable_prefix_caching=enable_prefix_caching), bool)
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
+        check_quantization(quantization)
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
+        if self.device.kind == "cpu": use_threads()
         self.dtype = resolve_dtype(dtype, self.device)
         where, path = self.device.torch_device, resolve_model(model, revision)
         hf_config = load_config(path, trust_remote_code)
         self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
-        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code)
+        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
+        self.quantization = getattr(net, "quantization", None)
         if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
-        self.model, self.config, self.weight_bytes = str(model), net.config, sum(p.nbytes for p in net.parameters())
+        self.model, self.path, self.config = str(model), path, net.config
+        self.weight_bytes = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         self.max_model_len = longest_text(net.config, max_model_len)
         budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
         seats = max_num_seqs or min(64, budget)
@@ -635,8 +650,8 @@ class LLM:
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
-        print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
-              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
+        print(f"MicroGen: {model} ({self.weights_source}, {self.weight_bytes / 2**20:.0f} MiB); {str(self.dtype)[6:]}"
+              f"{why_dtype(self.device) if dtype == 'auto' else ''} on {self.device.name}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
               f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
@@ -678,8 +693,13 @@ class LLM:
 
     def stats(self) -> dict:
         "What the engine is and has done, one plain dict; sizes in bytes, prefix cache figures in tokens."
-        return dict(model=self.model, weights_source=self.weights_source, dtype=str(self.dtype)[6:], device=self.device.name,
+        return dict(model=self.model, weights_source=self.weights_source, quantization=self.quantization and self.quantization.mode,
+                    dtype=str(self.dtype)[6:], device=self.device.name,
                     weight_bytes=self.weight_bytes, kv_pool_bytes=self.kv_pool_bytes, **self.engine.stats())
+
+    def save_quantized(self, folder: str):
+        "Write the quantised model as a model folder, which `LLM(folder)` loads without quantising it again. Raises `ValueError`."
+        save_quantized(self.engine.executor.model, self.path, folder, self.tokenizer)
 
 # %% ../nbs/11_engine.ipynb #6f819570
 def _one_each(name: str, value, kinds, prompts: list) -> list:
