@@ -191,8 +191,12 @@ class Choice:
             if self.stops.matched: out.finish_reason, out.stop_reason = "stop", self.stops.matched
             elif len(ids) >= self.request.max_tokens: out.finish_reason = "length"
         if out.finish_reason and not self.stops.matched:
-            out.text += self.stops.push(self.detokenizer.flush()) + self.stops.flush()
+            out.text += self.rest()
         return out
+
+    def rest(self) -> str:
+        "The text of its tokens that is still held back, when no more come."
+        return self.stops.push(self.detokenizer.flush()) + self.stops.flush()
 
 @dataclass(eq=False)
 class Generation:
@@ -406,7 +410,7 @@ def abort(self: Engine, request_id: str) -> RequestOutput | None:
     if generation is None: return None
     news = {}
     for c in generation.choices:
-        if c.request in self.live: self._end(c.request, CompletionOutput(c.index, finish_reason="abort"), news)
+        if c.request in self.live: self._end(c.request, CompletionOutput(c.index, c.rest(), finish_reason="abort"), news)
     return self._output(generation, news[generation])
 
 Engine._accept, Engine._end, Engine._end_with_error, Engine._fail, Engine.abort = _accept, _end, _end_with_error, _fail, abort

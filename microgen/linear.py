@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TILE', 'ROWS', 'WAYS', 'plain', 'tile_buffer', 'widened', 'pack', 'packed', 'compiled', 'Linear', 'usable_ways',
-           'measure_ways', 'fastest_ways', 'decode_seconds', 'way_times', 'use_fastest_ways', 'fastest_dtype']
+           'measure_ways', 'fastest_ways', 'least_seconds', 'way_times', 'use_fastest_ways', 'fastest_dtype']
 
 # %% ../nbs/06c_linear.ipynb #2be6a2e3
 import copy
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
         return next(way for most, way in self.ways if rows <= most)(x, self)
 
 # %% ../nbs/06c_linear.ipynb #981a6bd4
-ROWS = (1, 4, 16, 64)     # numbers of rows that are measured
+ROWS = (1, 4, 16, 64, 256)     # numbers of rows that are measured: decoding for some requests, and a piece of a prompt
 WAYS: dict[str, Callable] = {"plain": plain, "widened": widened, "packed": packed, "compiled": compiled}
 
 def usable_ways(device: Device, dtype: torch.dtype) -> list[str]:
@@ -87,7 +87,8 @@ def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width
             if name == "packed": [pack(layer) for layer in layers]
             for i, n in enumerate(ROWS):
                 hopeless = i and times[name][-1] > 2 * times["plain"][i - 1]
-                times[name].append(math.inf if hopeless else best_seconds(lambda: [way(x[:n], layer) for layer in layers], device, 0) / count)
+                some = layers[:max(2, count * 16 // max(16, n))]        # with many rows the cache no longer matters
+                times[name].append(math.inf if hopeless else best_seconds(lambda: [way(x[:n], layer) for layer in some], device, 0) / len(some))
         except Exception: del times[name]
     return times
 
@@ -100,7 +101,7 @@ def fastest_ways(times: dict[str, list[float]], narrow: bool = False) -> tuple[t
     limits = [math.sqrt(a * b) for a, b in zip(ROWS, ROWS[1:])] + [math.inf]
     return tuple((most, name) for i, (most, name) in enumerate(zip(limits, best)) if best[i + 1:i + 2] != [name])
 
-def decode_seconds(times: dict[str, list[float]]) -> list[float]:
+def least_seconds(times: dict[str, list[float]]) -> list[float]:
     "The time of the fastest way for each of `ROWS`."
     return [min(column) for column in zip(*times.values())]
 
@@ -136,7 +137,7 @@ def use_fastest_ways(model: nn.Module, device: Device, dtype: torch.dtype):
 # %% ../nbs/06c_linear.ipynb #df55ee9a
 def fastest_dtype(device: Device) -> tuple[torch.dtype, str]:
     "The dtype to keep weights in on the CPU `device`, and what was measured."
-    wide, narrow = (decode_seconds(way_times(device, dtype)) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (least_seconds(way_times(device, dtype)) for dtype in (torch.float32, torch.bfloat16))
     gains = [a / b for a, b in zip(wide, narrow)]
     told = ", ".join(f"{gain:.1f} x at {rows}" for gain, rows in zip(gains, ROWS))
     return (torch.bfloat16 if math.prod(gains) > 1.05 ** len(ROWS) else torch.float32), f"bfloat16 against float32 weights: {told} rows"
