@@ -1,4 +1,4 @@
-"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch, Triton and numpy, and psutil and tqdm to measure.
+"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch, triton, numpy, psutil and tqdm.
 
     python experiments/gpu_check.py [--parts checks,attention,decode,capacity] [--blocks 30] [--minutes 9] [--dry-run]
 
@@ -26,14 +26,14 @@ sys.path.insert(0, str(root))
 import torch
 from microgen.attention import attention_reference, attention_sdpa, plan_attention
 from microgen.bench import Comparison, machine, repeated, summary, table, trials
-from microgen.cuda_graphs import GraphExecutor, bucket
+from microgen.cuda_graphs import GraphExecutor
 from microgen.engine import build_engine
 from microgen.kv_cache import KV_CACHE_DTYPES, StepInput, block_bytes, make_pool
 from microgen.models import Decoder, LocalExecutor, ModelConfig, limit_window, weight_map
 from microgen.quantization import quantize_linear
 from microgen.sampling import SamplingParams
 from microgen.testing import filled_pool, random_step
-from microgen.triton_attention import attention_triton, has_triton
+from microgen.triton_attention import attention_triton
 
 dry = args.dry_run
 if not dry and not torch.cuda.is_available(): sys.exit("this PyTorch sees no CUDA device; --dry-run needs none")
@@ -41,6 +41,8 @@ device, fast = torch.device("cpu" if dry else "cuda"), torch.float32 if dry else
 out = Path(tempfile.mkdtemp()) if dry else Path(os.environ.get("OUT", root / "experiments"))
 capture = dict(capture=lambda run, memory: run) if dry else {}
 found = dict(machine=machine(), torch=torch.__version__, dry_run=dry)
+missing = [name for name in ("triton", "psutil", "tqdm") if importlib.util.find_spec(name) is None]
+if missing: sys.exit(f"not installed: {', '.join(missing)}")
 
 
 def shape(layers, hidden, inner, heads, kv_heads, vocab, head_dim=64, **more) -> ModelConfig:
@@ -156,7 +158,6 @@ def check_engine() -> str:
 
 
 def checks():
-    if not has_triton(): sys.exit("Triton is not installed: there is nothing to check")
     for name, check in dict(attention=check_attention, graphs=check_graphs, engine=check_engine).items():
         found[f"check_{name}"] = check()
         print(f"{name}: {found[f'check_{name}']}", flush=True)
