@@ -109,6 +109,9 @@ class Worker:
         self.process.wait()
 
 
+class Skipped(Exception): pass                           # an engine that cannot be measured here; the text says why
+
+
 def start(engine: str, threads: int, **options) -> "Worker | str":
     "A worker, or the reason why there is none."
     try: return Worker(engine, threads, **options)
@@ -146,9 +149,9 @@ def agreement(outputs: Sequence[Sequence[int]], reference: Sequence[tuple[list[i
 
 
 def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference: list) -> Callable[..., dict]:
-    "An arm for `bench.trials`: one run of all prompts, timed by the worker. It fails with the reason if there is no worker."
+    "An arm for `bench.trials`: one run of all prompts, timed by the worker. Where there is no worker, it raises `Skipped` with the reason."
     def run(*_):
-        if isinstance(worker, str): raise RuntimeError(worker)
+        if isinstance(worker, str): raise Skipped(worker)
         got = worker.ask(prompts=prompts, n_out=n_out)
         if [len(t) for t in got["tokens"]] != [n_out] * len(prompts): raise RuntimeError(f"asked for {n_out} tokens, got {[len(t) for t in got['tokens']]}")
         return dict(seconds=got["seconds"], tokens_per_s=len(prompts) * n_out / got["seconds"], ttft=got["first"],
@@ -184,42 +187,49 @@ def split(arm: str) -> tuple[str, str]:
 def speed_metric(workload: str) -> str: return "prompt_per_s" if workload.startswith("prefill") else "tokens_per_s"
 
 
-def side_by_side(run: Run) -> str:
-    "Engine by engine as plain text: the median tokens a second of every workload, and beside it how the greedy tokens compare with the reference; at the end, what is missing and why."
+def seen(run: Run) -> tuple[list[str], list[str]]:
+    "Engines and workloads of a run."
     arms = [split(a) for a in run.manifest["arms"] if not a.endswith(AGAIN)]
-    engines, workloads = list(dict.fromkeys(e for e, _ in arms)), list(dict.fromkeys(w for _, w in arms))
-    def middle(engine, workload, metric):
-        x = run.values(f"{engine}, {workload}", metric) if (engine, workload) in arms else np.array([])
-        return float(np.median(x)) if len(x) and np.isfinite(x).all() else None
-    rows = [("tokens/s", *workloads, "outputs equal", "to a near tie", "first difference", "lead there")]
+    return list(dict.fromkeys(e for e, _ in arms)), list(dict.fromkeys(w for _, w in arms))
+
+
+def quartiles(run: Run, engine: str, workload: str, metric: str) -> tuple[float, float, float] | None:
+    "Over the complete blocks; None if there is nothing, or something failed."
+    x = run.values(f"{engine}, {workload}", metric) if f"{engine}, {workload}" in run.manifest["arms"] else np.array([])
+    return tuple(np.quantile(x, (0.25, 0.5, 0.75)).tolist()) if len(x) and np.isfinite(x).all() else None
+
+
+def correctness(run: Run, engine: str, workloads: Sequence[str]) -> list[str]:
+    "Of all outputs of an engine: how many are the reference's, how many leave it at a near tie, and where and how clearly the others do."
+    found = [[q[1] for k in ("prompts", "same", "ties", "first", "lead") if (q := quartiles(run, engine, w, k))] for w in workloads]
+    prompts, same, ties, first, lead = zip(*filter(None, found))
+    wrong = sum(prompts) - sum(same) - sum(ties)
+    return [f"{sum(same):.0f} of {sum(prompts):.0f}", f"{sum(ties):.0f}", *((f"token {min(first):.0f}", f"{max(lead):.2g}") if wrong else ("none", ""))]
+
+
+def side_by_side(run: Run) -> str:
+    "Engine by engine, as plain text: the median tokens a second of every workload, and how the greedy tokens compare with the reference; then what is missing and why."
+    engines, workloads = seen(run)
+    rows = [["tokens/s", *workloads, "outputs equal", "to a near tie", "first difference", "lead there"]]
     for e in engines:
-        speeds = [middle(e, w, speed_metric(w)) for w in workloads]
-        if not any(speeds): continue
-        found = [[middle(e, w, k) for k in ("same", "prompts", "ties", "first", "lead")] for w in workloads if middle(e, w, "same") is not None]
-        same, prompts, ties, first, lead = zip(*found)
-        wrong = sum(prompts) - sum(same) - sum(ties)
-        rows.append((e, *("" if s is None else with_unit(s, "").strip() for s in speeds), f"{sum(same):.0f} of {sum(prompts):.0f}", f"{sum(ties):.0f}",
-                     f"token {min(first):.0f}" if wrong else "none", f"{max(lead):.2g}" if wrong else ""))
+        speeds = [quartiles(run, e, w, speed_metric(w)) for w in workloads]
+        if any(speeds): rows.append([e, *(with_unit(q[1], "").strip() if q else "" for q in speeds), *correctness(run, e, workloads)])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    missing = {(e, r["error"]): None for r in run.errors for e in [split(r["arm"].removesuffix(AGAIN))[0]]}
-    return "\n".join(["  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))) for row in rows]
-                     + [f"{e}: {error}" for e, error in missing])
+    lines = ["  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:]))]).rstrip() for row in rows]
+    return "\n".join(lines + list(dict.fromkeys(f"{split(r['arm'])[0]}: {r['error']}" for r in run.errors)))
 
 
 def bars(run: Run):
     "Figure: the speed of every engine, a panel for each workload; bars are medians, lines the middle half of the blocks."
     from matplotlib.figure import Figure
-    arms = [a for a in run.manifest["arms"] if not a.endswith(AGAIN)]
-    engines, workloads = list(dict.fromkeys(split(a)[0] for a in arms)), list(dict.fromkeys(split(a)[1] for a in arms))
+    engines, workloads = seen(run)
     fig = Figure(figsize=(9, 0.8 + 0.22 * len(engines)), layout="constrained")
     for ax, workload in zip(fig.subplots(1, len(workloads), sharey=True), workloads):
         for y, engine in enumerate(engines):
-            x = run.values(f"{engine}, {workload}", speed_metric(workload)) if f"{engine}, {workload}" in arms else np.array([])
-            if not len(x) or not np.isfinite(x).all(): continue
-            low, middle, high = np.quantile(x, (0.25, 0.5, 0.75))
-            ax.barh(y, middle, color="C0" if engine.startswith("MicroGen") else "0.7")
-            ax.plot([low, high], [y, y], color="0.2", lw=1)
+            if not (q := quartiles(run, engine, workload, speed_metric(workload))): continue
+            ax.barh(y, q[1], color="C0" if engine.startswith("MicroGen") else "0.7")
+            ax.plot([q[0], q[2]], [y, y], color="0.2", lw=1)
         ax.set(title=workload, yticks=range(len(engines)), yticklabels=engines, ylim=(len(engines) - 0.4, -0.6))
         ax.tick_params(axis="y", length=0)
-    fig.supxlabel("prompt tokens a second (prefill), generated tokens a second (batch)", fontsize=9)
+    fig.supxlabel("generated tokens a second (batch), prompt tokens a second (prefill)", fontsize=9)
     return fig
