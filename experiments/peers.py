@@ -55,6 +55,7 @@ def environment(engine: str) -> Path:
         steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", *e.requires], *([[*pip, "uninstall", "--yes", *e.without]] if e.without else [])]
         for step in steps:
             done = subprocess.run(step, env=os.environ | e.variables, capture_output=True, text=True, errors="replace")
+            if done.returncode < 0: raise RuntimeError(f"not installed: ended by signal {-done.returncode}")
             if done.returncode:
                 folder.mkdir(parents=True, exist_ok=True)
                 failed.write_text(last_error(done.stderr + done.stdout), encoding="utf-8")
