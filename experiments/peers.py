@@ -78,6 +78,7 @@ class Worker:
     "An engine in a process of its own, asleep while nobody asks. RuntimeError with the reason if it does not start."
     def __init__(self, engine: str, threads: int, **options):
         self.log = tempfile.TemporaryFile("w+", errors="replace")
+        # Threads wait as each engine ships them (a passive policy would cost many short parallel regions dear): asleep milliseconds after a run.
         drop = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
         where = {} if engine in ENVIRONMENTS else dict(PYTHONPATH=str(HERE.parent))
         env = {k: v for k, v in os.environ.items() if k not in drop} | where | dict(
@@ -92,7 +93,9 @@ class Worker:
         "The worker's answer to a command; RuntimeError with its reason if it has none."
         try:
             self.process.stdin.write(json.dumps(command) + "\n"); self.process.stdin.flush()
-            if not select.select([self.process.stdout], [], [], limit)[0]: raise RuntimeError(f"no answer in {limit:g} s")
+            if not select.select([self.process.stdout], [], [], limit)[0]:
+                self.close()                                  # or a late answer would be taken for the next one's
+                raise RuntimeError(f"no answer in {limit:g} s")
             reply = self.process.stdout.readline()
         except BrokenPipeError: reply = ""
         if not reply:
