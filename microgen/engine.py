@@ -117,6 +117,12 @@ class CompletionOutput:
     finish_reason: str | None = None                      # stop, length, abort, error
     stop_reason: int | str | None = None                  # the stop token id or string; the message of an error
 
+    def extend(self, new: "CompletionOutput"):
+        "Add what came next."
+        self.text += new.text; self.token_ids += new.token_ids
+        if new.logprobs: self.logprobs = (self.logprobs or []) + new.logprobs
+        self.cumulative_logprob, self.finish_reason, self.stop_reason = new.cumulative_logprob, new.finish_reason, new.stop_reason
+
 @dataclass
 class RequestMetrics:
     "When things happened to a request, in seconds of `time.monotonic()`."
@@ -125,6 +131,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0                                     # times that tokens were guessed (speculative decoding)
+    num_draft_tokens: int = 0                               # tokens guessed
+    num_accepted_tokens: int = 0                            # of them, those that were right
 
     def ttft(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
@@ -156,11 +165,8 @@ def merge(total: RequestOutput | None, new: RequestOutput) -> RequestOutput:
     if total is None: return new
     known = {o.index: o for o in total.outputs}
     for o in new.outputs:
-        if o.index not in known: total.outputs.append(o); continue
-        old = known[o.index]
-        old.text += o.text; old.token_ids += o.token_ids
-        if o.logprobs: old.logprobs = (old.logprobs or []) + o.logprobs
-        old.cumulative_logprob, old.finish_reason, old.stop_reason = o.cumulative_logprob, o.finish_reason, o.stop_reason
+        if o.index in known: known[o.index].extend(o)
+        else: total.outputs.append(o)
     total.outputs.sort(key=lambda o: o.index)
     total.finished, total.metrics = new.finished, new.metrics
     total.prompt_logprobs = new.prompt_logprobs or total.prompt_logprobs
@@ -191,8 +197,12 @@ class Choice:
             if self.stops.matched: out.finish_reason, out.stop_reason = "stop", self.stops.matched
             elif len(ids) >= self.request.max_tokens: out.finish_reason = "length"
         if out.finish_reason and not self.stops.matched:
-            out.text += self.stops.push(self.detokenizer.flush()) + self.stops.flush()
+            out.text += self.rest()
         return out
+
+    def rest(self) -> str:
+        "The text of its tokens that is still held back, when no more come."
+        return self.stops.push(self.detokenizer.flush()) + self.stops.flush()
 
 @dataclass(eq=False)
 class Generation:
@@ -223,14 +233,15 @@ class StepRecord:
     index: int
     start: float
     seconds: float
-    phases: dict[str, float]                   # seconds of schedule, prepare, forward, sampling, detokenise
-    chunks: list[tuple[str, int, int]]         # (request id, tokens computed, context after them)
+    phases: dict[str, float]                   # seconds of schedule, (draft,) prepare, forward, sampling, detokenise
+    chunks: list[tuple[str, int, int]]         # (request id, tokens computed, drafts included, context after them)
     admitted: list[str]
     preempted: list[str]
     running: int
     waiting: int
     free_blocks: int                           # while it ran
     error: str | None = None
+    drafts: list[tuple[str, list[int], int]] = field(default_factory=list)   # (request id, tokens guessed, how many were right)
 
     @property
     def num_tokens(self) -> int: return sum(n for _, n, _ in self.chunks)
@@ -265,8 +276,9 @@ class Engine:
     "The synchronous step loop. It is given its parts; `LLM` builds them."
     def __init__(self, executor, scheduler: Scheduler, tokenizer, vocab_size: int, stop_ids: frozenset[int] = frozenset(),
                  seed: int = 0, log_size: int = 4096,
-                 length_matters: bool = False):          # keys depend on the prompt's length (dynamic rope)
-        self.length_matters = length_matters
+                 length_matters: bool = False,           # keys depend on the prompt's length (dynamic rope)
+                 speculator=None):                       # guesses tokens and verifies them (`microgen.speculative`)
+        self.length_matters, self.speculator = length_matters, speculator
         self.executor, self.scheduler, self.tokenizer = executor, scheduler, tokenizer
         self.vocab_size, self.stop_ids = vocab_size, stop_ids
         self.rng, self.ids = random.Random(seed), itertools.count()
@@ -316,42 +328,57 @@ class Engine:
 # %% ../nbs/11_engine.ipynb #dd638ae6
 def step(self: Engine) -> list[RequestOutput]:
     "Run one step; returns what is new, one `RequestOutput` for each generation that got something."
-    clock, news, error = PhaseClock(), {}, None
+    clock, news, error, chunks, drafts = PhaseClock(), {}, None, [], []
     plan = self.scheduler.schedule()
     for r in plan.admitted: self._count_admission(r, clock.start)
-    chunks = [(r.request_id, n, r.num_computed + n) for r, n in plan.chunks.items()]
     free_blocks = self.scheduler.allocator.num_free
     clock("schedule")
     if plan.chunks:
         try:
+            if self.speculator: self.speculator.draft(plan, self.scheduler, lambda r: self.live[r][1].row); clock("draft")
+            chunks = [(r.request_id, n, r.num_computed + n) for r, n in plan.chunks.items()]
             step = make_step(plan, self.scheduler.block_size); clock("prepare")
             logits = self.executor.execute(step); clock("forward")
-            sampled = self._sample(plan, logits); clock("sampling")
+            runs = self._sample(plan, logits); clock("sampling")
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
             self._fail(plan, error, news)
         else:
+            drafts = [self._settle(r, len(run) - 1) for r, run in runs if r.draft_token_ids]
             self.scheduler.advance(plan)
-            for r, s in sampled:
-                try: self._accept(r, s, news)
+            for r, run in runs:
+                try: self._accept(r, run, news)
                 except Exception as e: self._end_with_error(r, f"{type(e).__name__}: {e}", news)   # a tokenizer, say
     outputs = [self._output(g, outs) for g, outs in news.items()]
     clock("detokenise")
-    self._record(plan, clock, chunks, free_blocks, error)
+    if self.speculator and chunks and not error: self.speculator.took(clock.last - clock.start - clock.phases.get("draft", 0.0))
+    self._record(plan, clock, chunks, free_blocks, error, drafts)
     return outputs
 
 def _sample(self: Engine, plan: Schedule, logits: torch.Tensor) -> list:
-    "Pairs (request, `Sampled`) of the requests that have caught up; stores prompt logprobs on the way."
+    """Pairs (request, run) of the requests that have caught up; stores prompt logprobs on the way.
+
+    A run is a list of `Sampled`: the drafts that were right, then one token more."""
     requests, rows, at = [], [], 0
     for r, n in plan.chunks.items():
-        generation, choice = self.live[r]
         if r.prompt_logits and r.num_computed < len(r.prompt_token_ids):
-            self._store_prompt_logprobs(generation, r.num_computed, logits[at:at + n])
+            self._store_prompt_logprobs(self.live[r][0], r.num_computed, logits[at:at + n])
             at += n - 1 if n == r.lag else n
-        if n == r.lag: requests.append((r, choice.row)); rows.append(at); at += 1
+        if n == r.lag:
+            requests.append(r)
+            rows += range(at, at := at + 1 + len(r.draft_token_ids))
     if not rows: return []
     if len(rows) < len(logits): logits = logits[torch.tensor(rows, device=logits.device)]
-    return list(zip([r for r, _ in requests], sample(logits, [row for _, row in requests])))
+    said = [self.live[r][1].row for r in requests]
+    if len(rows) > len(requests): return list(zip(requests, self.speculator.verify(logits, requests, said)))
+    return [(r, [s]) for r, s in zip(requests, sample(logits, said))]
+
+def _settle(self: Engine, r: Request, right: int) -> tuple[str, list[int], int]:
+    "Only the first `right` drafts of `r` stand; returns its id, its drafts, and `right`."
+    drafts, metrics = r.draft_token_ids, self.live[r][0].metrics
+    r.draft_token_ids = drafts[:right]
+    metrics.num_drafts += 1; metrics.num_draft_tokens += len(drafts); metrics.num_accepted_tokens += right
+    return r.request_id, drafts, right
 
 def _store_prompt_logprobs(self: Engine, g: Generation, start: int, logits: torch.Tensor):
     "Logprobs of the prompt tokens after positions `start` …; the first prompt token has none."
@@ -365,22 +392,26 @@ def _name_tokens(self: Engine, logprobs: dict[int, Logprob]) -> dict[int, Logpro
     for token_id, lp in logprobs.items(): lp.decoded_token = self.tokenizer.decode([token_id])
     return logprobs
 
-Engine.step, Engine._sample, Engine._store_prompt_logprobs, Engine._name_tokens = step, _sample, _store_prompt_logprobs, _name_tokens
+Engine.step, Engine._sample, Engine._settle, Engine._store_prompt_logprobs, Engine._name_tokens = step, _sample, _settle, _store_prompt_logprobs, _name_tokens
 
 # %% ../nbs/11_engine.ipynb #1abd4a55
-def _accept(self: Engine, r: Request, s, news: dict):
-    "Take in one sampled token (or the error in its place)."
+def _accept(self: Engine, r: Request, run: list, news: dict):
+    "Take in the tokens of a step as far as the text goes (or the error in the place of one)."
     generation, choice = self.live[r]
-    if s.error: return self._end_with_error(r, s.error, news)
-    out = choice.accept(s.token_id)
-    self.counters["generated_tokens"] += 1
-    if s.logprobs is not None:
-        out.logprobs = [self._name_tokens(s.logprobs)]
-        choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + s.logprobs[s.token_id].logprob
-    out.cumulative_logprob = choice.cumulative_logprob
-    if generation.metrics.first_token_time is None: generation.metrics.first_token_time = time.monotonic()
-    if out.finish_reason: self._end(r, out, news)
-    else: news.setdefault(generation, []).append(out)
+    total = CompletionOutput(choice.index)
+    for s in run:
+        if s.error: total.finish_reason, total.stop_reason = "error", s.error; break
+        out = choice.accept(s.token_id)
+        self.counters["generated_tokens"] += 1
+        if s.logprobs is not None:
+            out.logprobs = [self._name_tokens(s.logprobs)]
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + s.logprobs[s.token_id].logprob
+        out.cumulative_logprob = choice.cumulative_logprob
+        total.extend(out)
+        if generation.metrics.first_token_time is None: generation.metrics.first_token_time = time.monotonic()
+        if out.finish_reason: break
+    if total.finish_reason: self._end(r, total, news)
+    else: news.setdefault(generation, []).append(total)
 
 def _end(self: Engine, r: Request, out: CompletionOutput, news: dict):
     "A choice ends: its blocks go back, its last words go out."
@@ -406,7 +437,7 @@ def abort(self: Engine, request_id: str) -> RequestOutput | None:
     if generation is None: return None
     news = {}
     for c in generation.choices:
-        if c.request in self.live: self._end(c.request, CompletionOutput(c.index, finish_reason="abort"), news)
+        if c.request in self.live: self._end(c.request, CompletionOutput(c.index, c.rest(), finish_reason="abort"), news)
     return self._output(generation, news[generation])
 
 Engine._accept, Engine._end, Engine._end_with_error, Engine._fail, Engine.abort = _accept, _end, _end_with_error, _fail, abort
@@ -419,13 +450,13 @@ def _count_admission(self: Engine, r: Request, now: float):
         self.counters["prompt_tokens"] += len(r.prompt_token_ids)
         self.counters["cached_tokens"] += r.num_cached
 
-def _record(self: Engine, plan: Schedule, clock: PhaseClock, chunks: list, free_blocks: int, error: str | None):
+def _record(self: Engine, plan: Schedule, clock: PhaseClock, chunks: list, free_blocks: int, error: str | None, drafts: list):
     s, names = self.scheduler, lambda rs: [r.request_id for r in rs]
     self.counters["steps"] += 1
     self.counters["computed_tokens"] += plan.num_tokens
     self.log.append(StepRecord(self.counters["steps"], clock.start, clock.last - clock.start, clock.phases,
         chunks, names(plan.admitted), names(plan.preempted),
-        len(s.running), len(s.waiting), free_blocks, error))
+        len(s.running), len(s.waiting), free_blocks, error, drafts))
 
 def _output(self: Engine, g: Generation, outs: list[CompletionOutput]) -> RequestOutput:
     logprobs = g.prompt_logprobs if all(c.row.output_token_ids for c in g.choices[:1]) else None
@@ -436,8 +467,9 @@ def stats(self: Engine) -> dict:
     "Counters and gauges of the engine, plain numbers."
     s = self.scheduler
     prefix = {f"prefix_cache_{name}": getattr(s.cache, name, 0) for name in ("queries", "hits", "evictions")}     # in tokens
+    speculation = self.speculator.stats() if self.speculator else {}
     return dict(self.counters, requests_running=len(s.running), requests_waiting=len(s.waiting), preemptions=s.preemptions,
-                recomputed_tokens=s.recomputed, kv_blocks_total=s.allocator.num_blocks, kv_blocks_free=s.allocator.num_free, **prefix)
+                recomputed_tokens=s.recomputed, kv_blocks_total=s.allocator.num_blocks, kv_blocks_free=s.allocator.num_free, **prefix, **speculation)
 
 Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_admission, _record, _output, stats
 
@@ -528,7 +560,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
+LATER = dict(tensor_parallel_size=1)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -570,11 +602,11 @@ def longest_text(config, max_model_len: int | None) -> int:
 
 # %% ../nbs/11_engine.ipynb #fd57f871
 def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_cache_memory: int | None,
-                    max_tokens: int, gpu_memory_utilization: float, kv_cache_dtype: str = "auto") -> int:
-    "Blocks of the KV pool: as told, or what memory allows, but no more than `max_tokens` tokens can use."
+                    max_tokens: int, gpu_memory_utilization: float, kv_cache_dtype: str = "auto", draft: Decoder | None = None) -> int:
+    "Blocks of the KV pool (and of that of a `draft` model): as told, or what memory allows, but no more than `max_tokens` tokens can use."
     if num_blocks: return num_blocks
-    c = model.config
-    size = block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype)
+    configs = [m.config for m in (model, draft) if m is not None]
+    size = sum(block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype) for c in configs)
     if kv_cache_memory is None:
         total = torch.cuda.get_device_properties(device.torch_device).total_memory if device.kind == "cuda" else 0
         kv_cache_memory = default_pool_bytes(device.kind, free_memory(device), total, gpu_memory_utilization)
@@ -588,7 +620,7 @@ def why_dtype(device: Device) -> str:
     "Why `dtype=\"auto\"` chose as it did, for the line that `LLM` prints."
     return f" ({fastest_dtype(device)[1]})" if device.kind == "cpu" else f", the fastest format that {device.name} has units for,"
 
-# %% ../nbs/11_engine.ipynb #aadaf57c
+# %% ../nbs/11_engine.ipynb #29a3cfa2
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -612,8 +644,12 @@ class LLM:
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
         kv_events: "bool | str | dict | None" = None,   # events of the prefix cache: True, an address to publish at, or vLLM's kv_events_config
+        speculative_config: dict | None = None,      # guess tokens and verify them: {"method": "ngram" | "draft_model" | "early_exit", …}
         **later):
         check_later(later)
+        if speculative_config is not None:
+            from microgen.speculative import check_speculative, load_draft, make_speculator
+            speculative_config = check_speculative(speculative_config)
         check_sizes(dict(block_size=block_size), dict(num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len,
                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window,
                     attention_sinks=attention_sinks))
@@ -634,19 +670,22 @@ class LLM:
         self.quantization = getattr(net, "quantization", None)
         if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
         self.model, self.path, self.config = str(model), path, net.config
-        self.weight_bytes = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
+        draft = load_draft(speculative_config, net, self.tokenizer, self.dtype, where, trust_remote_code) if speculative_config else None
+        self.weight_bytes = sum(t.nbytes for m in (net, draft) if m for t in (*m.parameters(), *m.buffers()))
         self.max_model_len = longest_text(net.config, max_model_len)
         budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
         seats = max_num_seqs or min(64, budget)
         num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
                                      seats * (blocks_needed(self.max_model_len, block_size) + 1) * block_size,     # a spare block each
-                                     gpu_memory_utilization, kv_cache_dtype)
+                                     gpu_memory_utilization, kv_cache_dtype, draft)
         engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
                               self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager)
         self.kv_events = self.kv_publisher = None
         if events: self._tell(events, engine.scheduler.cache)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_pool_bytes = engine.executor.pool.nbytes
+        if speculative_config: engine.speculator = make_speculator(speculative_config, engine, draft, kv_cache_dtype)
+        if draft: self.kv_pool_bytes += engine.speculator.drafter.executor.pool.nbytes
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
@@ -655,7 +694,7 @@ class LLM:
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
               f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
-              f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
+              f"up to {seats} requests and {budget} tokens a step{f'; speculation: {engine.speculator}' if speculative_config else ''}", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:
