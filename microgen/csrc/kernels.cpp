@@ -32,6 +32,9 @@ inline float wide(float x) { return x; }
 inline float wide(int8_t x) { return x; }
 inline float wide(bf16 x) { return value(uint32_t(x.bits) << 16); }
 inline float wide(f16 x) {
+#ifdef __F16C__
+    return _cvtsh_ss(x.bits);
+#endif
     uint32_t m = uint32_t(x.bits & 0x7fff) << 13;
     float v = (x.bits & 0x7c00) == 0x7c00 ? value(m | 0x7f800000) : value(m) * 0x1p112f;
     return x.bits & 0x8000 ? -v : v;
@@ -361,7 +364,12 @@ inline float softmax(float* s, i64 n, float& total) {
 
 // ---- attention ----
 constexpr int CHUNK = 256;         // keys of one task: fixed, so that a result does not depend on threads or neighbours
-struct Chunk { i64 n; int32_t pos[CHUNK]; i64 slot[CHUNK]; };
+struct Chunk {                     // the keys of a task: positions, rows of the pool, and (int8) scale and offset of key and value
+    i64 n;
+    int32_t pos[CHUNK];
+    i64 row[CHUNK];
+    float params[CHUNK][2][2];
+};
 
 template <class T> struct Attention {
     const void* q; int dtype; void* out;                      // [N, heads, d]
@@ -374,23 +382,30 @@ template <class T> struct Attention {
     i64 visible(i64 b) const { return queries[b] ? lens[b] - first(b) + std::min(sinks, first(b)) : 0; }
 
     // The keys number c * CHUNK and following, of those that request b may see: walk its table, a block at a time.
-    void find(i64 b, i64 c, Chunk& keys) const {
+    void find(i64 b, i64 c, i64 h, Chunk& chunk) const {
         i64 begin = first(b), sink = std::min(sinks, begin), n = std::min<i64>(CHUNK, visible(b) - c * CHUNK);
-        keys.n = 0;
+        chunk.n = 0;
         for (i64 i = c * CHUNK, end = i + n; i < end;) {
             i64 pos = i < sink ? i : i - sink + begin, block = tables[b * width + pos / block_size];
             i64 run = std::min(std::min(end, i < sink ? sink : end) - i, block_size - pos % block_size);
             if (block >= 0)
-                for (i64 j = 0; j < run; j++) { keys.pos[keys.n] = pos + j; keys.slot[keys.n++] = block * block_size + (pos + j) % block_size; }
+                for (i64 j = 0, slot = block * block_size + pos % block_size; j < run; j++) {
+                    chunk.pos[chunk.n] = pos + j;
+                    chunk.row[chunk.n++] = (slot + j) * kv_heads + h;
+                }
             i += run;
         }
+        for (i64 j = 0; j < (num_params ? chunk.n : 0); j++)
+            for (int which = 0; which < 2; which++) {
+                const f16* p = params + (chunk.row[j] * 2 + which) * num_params;
+                chunk.params[j][which][0] = wide(p[0]);
+                chunk.params[j][which][1] = num_params == 2 ? wide(p[1]) : 0;
+            }
     }
-    const T* at(const T* pool, i64 slot, i64 h) const { return pool + (slot * kv_heads + h) * d; }
-    float param(i64 slot, i64 h, int which, int i) const { return wide(params[((slot * kv_heads + h) * 2 + which) * num_params + i]); }
 
     // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
     // unnormalised output [d], largest score, and sum of exponentials, for each.
-    template <int R> void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
+    template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
         i64 group = heads / kv_heads, n = chunk.n;
         float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R];
         i64 limit[R];
@@ -402,7 +417,7 @@ template <class T> struct Attention {
             for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
         }
         for (i64 j = 0; j < n; j += 2) {
-            const T *one = at(keys, chunk.slot[j], h), *two = at(keys, chunk.slot[std::min(j + 1, n - 1)], h);
+            const T *one = keys + chunk.row[j] * d, *two = keys + chunk.row[std::min(j + 1, n - 1)] * d;
             vf acc[R][2] = {};
             for (i64 i = 0; i < d; i += VL) {
                 vf k1 = load(one + i), k2 = load(two + i);
@@ -412,8 +427,7 @@ template <class T> struct Attention {
         }
         for (i64 j = 0; j < n; j++)
             for (int r = 0; r < R; r++) {
-                if (num_params) s[r][j] *= param(chunk.slot[j], h, 0, 0);
-                if (num_params == 2) s[r][j] += query_sum[r] * param(chunk.slot[j], h, 0, 1);
+                if (num_params) s[r][j] = s[r][j] * chunk.params[j][0][0] + query_sum[r] * chunk.params[j][0][1];
                 i64 pos = chunk.pos[j];
                 if (queries[b] > 1 && (pos > limit[r] || (pos <= limit[r] - window && pos >= sinks))) s[r][j] = HIDDEN;
             }
@@ -421,21 +435,26 @@ template <class T> struct Attention {
         if (num_params)
             for (i64 j = 0; j < n; j++)
                 for (int r = 0; r < R; r++) {
-                    if (num_params == 2) extra[r] += s[r][j] * param(chunk.slot[j], h, 1, 1);
-                    s[r][j] *= param(chunk.slot[j], h, 1, 0);
+                    extra[r] += s[r][j] * chunk.params[j][1][1];
+                    s[r][j] *= chunk.params[j][1][0];
                 }
-        for (i64 i = 0; i < d; i += VL) {
-            vf acc[R] = {};
-            for (i64 j = 0; j < n; j++) {
-                vf v = load(at(values, chunk.slot[j], h) + i);
-                for (int r = 0; r < R; r++) acc[r] += s[r][j] * v;
+        i64 i = 0;
+        for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, s, i, extra, part, part_stride);
+        for (; i < d; i += VL) add_values<R, 1>(chunk, s, i, extra, part, part_stride);
+    }
+    template <int R, int C> void add_values(const Chunk& chunk, const float (*s)[CHUNK + VL], i64 i, const float* extra, float* part, i64 part_stride) const {
+        vf acc[R][C] = {};
+        for (i64 j = 0; j < chunk.n; j++)
+            for (int c = 0; c < C; c++) {
+                vf v = load(values + chunk.row[j] * d + i + c * VL);
+                for (int r = 0; r < R; r++) acc[r][c] += s[r][j] * v;
             }
-            for (int r = 0; r < R; r++) store(part + r * part_stride + i, acc[r] + extra[r]);
-        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) store(part + r * part_stride + i + c * VL, acc[r][c] + extra[r]);
     }
     void task(i64 b, i64 c, i64 h, float* part) const {       // part: [queries of b, heads, d + 2]
         Chunk chunk;
-        find(b, c, chunk);
+        find(b, c, h, chunk);
         i64 group = heads / kv_heads, stride = d + 2;
         for (i64 row = 0, rows = queries[b] * group; row < rows;) {
             // rows of one query token lie together; so do blocks of rows that do not cross into the next token
