@@ -26,9 +26,10 @@ from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_neede
 from .kv_events import KVEventPublisher, KVEvents, kv_events_config
 from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
+from .quantization import check_quantization
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
-from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
+from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model, save_quantized,
                               stop_token_ids)
 
 # %% ../nbs/11_engine.ipynb #01c77347
@@ -519,7 +520,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(quantization=None, speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
+LATER = dict(speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -592,6 +593,7 @@ class LLM:
         revision: str | None = None, trust_remote_code: bool = False,
         gpu_memory_utilization: float = 0.9, enforce_eager: bool = False,
         enable_prefix_caching: bool = True,          # prompts that begin alike share what was computed
+        quantization: str | None = None,             # of the weights, while they are loaded: "int8", "int8-weight-only", "int4"
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
@@ -604,6 +606,7 @@ class LLM:
         check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
                     enable_prefix_caching=enable_prefix_caching), bool)
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
+        check_quantization(quantization)
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
@@ -612,9 +615,11 @@ class LLM:
         hf_config = load_config(path, trust_remote_code)
         self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
-        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code)
+        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
+        self.quantization = getattr(net, "quantization", None)
         if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
-        self.model, self.config, self.weight_bytes = str(model), net.config, sum(p.nbytes for p in net.parameters())
+        self.model, self.path, self.config = str(model), path, net.config
+        self.weight_bytes = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         self.max_model_len = longest_text(net.config, max_model_len)
         budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
         seats = max_num_seqs or min(64, budget)
@@ -630,7 +635,7 @@ class LLM:
         self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
         self._finalizer = weakref.finalize(self, self._thread.close)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
-        print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
+        print(f"MicroGen: {model} ({self.weights_source}, {self.weight_bytes / 2**20:.0f} MiB); {str(self.dtype)[6:]}"
               f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
@@ -673,8 +678,13 @@ class LLM:
 
     def stats(self) -> dict:
         "What the engine is and has done, one plain dict; sizes in bytes, prefix cache figures in tokens."
-        return dict(model=self.model, weights_source=self.weights_source, dtype=str(self.dtype)[6:], device=self.device.name,
+        return dict(model=self.model, weights_source=self.weights_source, quantization=self.quantization and self.quantization.mode,
+                    dtype=str(self.dtype)[6:], device=self.device.name,
                     weight_bytes=self.weight_bytes, kv_pool_bytes=self.kv_pool_bytes, **self.engine.stats())
+
+    def save_quantized(self, folder: str):
+        "Write the quantised model as a model folder, which `LLM(folder)` loads without quantising it again. Raises `ValueError`."
+        save_quantized(self.engine.executor.model, self.path, folder, self.tokenizer)
 
 # %% ../nbs/11_engine.ipynb #6f819570
 def _one_each(name: str, value, kinds, prompts: list) -> list:

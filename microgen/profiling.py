@@ -190,8 +190,10 @@ def profile(
     "Collects all steps that begin inside the block; the profile is complete when it ends, also by an exception."
     engine = llm.engine if isinstance(llm, LLM) else llm
     executor, scheduler = engine.executor, engine.scheduler
-    weights, on_cuda = executor.model.lm_head.weight, executor.model.lm_head.weight.device.type == "cuda"
-    p = Profile(executor.model.config, str(weights.dtype)[6:], (weights.element_size(), executor.pool.keys[0].element_size(), weights.element_size()),
+    linear, norm, keys = executor.model.layers[0].mlp.up_proj, executor.model.norm.weight, executor.pool.keys[0]
+    per_weight = sum(t.nbytes for name, t in linear.state_dict().items() if name != "bias") / (linear.in_features * linear.out_features)
+    on_cuda = norm.device.type == "cuda"
+    p = Profile(executor.model.config, str(norm.dtype)[6:], (per_weight, keys.element_size(), norm.element_size()),
                 scheduler.allocator.num_blocks, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, time.monotonic(), threads=torch.get_num_threads(), on_cpu=not on_cuda)
     p.generations, first = list(engine.generations.values()), engine.counters["steps"]
     def heard(add): return lambda generation: (add(generation), p.generations.append(generation))[0]

@@ -58,7 +58,7 @@ class KVCacheState:
 
 # %% ../nbs/13a_runtime.ipynb #8f99d229
 def _make_pool(self: KVCacheState, num_blocks: int):
-    c, weight = self.model.config, self.model.embed_tokens.weight
+    c, weight = self.model.config, self.model.norm.weight                # a float parameter in every format of the others
     return make_pool("int8" if self.quantize_kv else "auto", c.num_layers, num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
                      dtype=weight.dtype, device=weight.device)
 
