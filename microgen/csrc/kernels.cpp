@@ -97,9 +97,15 @@ inline const float* floats(const void* x, int dtype, i64 n) {
 #define SEPARATE __attribute__((noinline))   // a function of its own gets the registers to itself
 constexpr i64 TILE = 64 << 10;   // bytes of weights that wait in the cache while all rows pass over them
 
-// R rows of activations from row r on, against the weights of outputs c ... end-1.
-template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end) {
-    for (; c + C <= end; c += C) kernel.template block<R, C>(r, c);
+inline void fetch(const void* p, i64 bytes) {   // ask for what will be read next
+    for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i);
+}
+// R rows of activations from row r on, against the weights of outputs c ... end-1, which the first strip of a tile brings in.
+template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end, i64 row_bytes) {
+    for (; c + C <= end; c += C) {
+        if (r == 0) fetch((const char*)kernel.w + (c + C) * row_bytes, C * row_bytes);
+        kernel.template block<R, C>(r, c);
+    }
     for (; c < end; c++)
         for (int i = 0; i < R; i++) kernel.template block<1, 1>(r + i, c);
 }
@@ -108,9 +114,9 @@ template <class K> void tiles(const K& kernel, i64 n, i64 out, i64 row_bytes, in
     split(out, 4, threads, [&](i64 first, i64 last) {
         for (i64 t = first; t < last; t += tile)
             for (i64 r = 0, end = std::min(last, t + tile); r < n;)
-                if (n - r >= 4) strip<4, 2>(kernel, r, t, end), r += 4;
-                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end), r += 2;
-                else strip<1, 4>(kernel, r, t, end), r += 1;
+                if (n - r >= 4) strip<4, 2>(kernel, r, t, end, row_bytes), r += 4;
+                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end, row_bytes), r += 2;
+                else strip<1, 4>(kernel, r, t, end, row_bytes), r += 1;
     });
 }
 
