@@ -374,7 +374,7 @@ struct Chunk {                     // the keys of a task: positions, rows of the
     i64 n;
     int32_t pos[CHUNK];
     i64 row[CHUNK];
-    float params[CHUNK][2][2];
+    float scale[2][CHUNK], offset[2][CHUNK];
 };
 
 template <class T> struct Attention {
@@ -401,11 +401,12 @@ template <class T> struct Attention {
                 }
             i += run;
         }
-        for (i64 j = 0; j < (num_params ? chunk.n : 0); j++)
+        if (!num_params) return;
+        for (i64 j = 0; j < chunk.n || j % VL; j++)
             for (int which = 0; which < 2; which++) {
                 const f16* p = params + (chunk.row[j] * 2 + which) * num_params;
-                chunk.params[j][which][0] = wide(p[0]);
-                chunk.params[j][which][1] = num_params == 2 ? wide(p[1]) : 0;
+                chunk.scale[which][j] = j < chunk.n ? wide(p[0]) : 0;
+                chunk.offset[which][j] = j < chunk.n && num_params == 2 ? wide(p[1]) : 0;
             }
     }
 
@@ -419,7 +420,7 @@ template <class T> struct Attention {
             i64 t = (row + r) / group, head = h * group + (row + r) % group;
             widen(q, dtype, ((starts[b] + t) * heads + head) * d, d, query[r]);
             limit[r] = lens[b] - queries[b] + t;
-            query_sum[r] = extra[r] = 0;
+            query_sum[r] = 0;
             for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
         }
         for (i64 j = 0; j < n; j += 2) {
@@ -431,19 +432,22 @@ template <class T> struct Attention {
             }
             for (int r = 0; r < R; r++) { s[r][j] = sum(acc[r][0]); s[r][j + 1] = sum(acc[r][1]); }
         }
-        for (i64 j = 0; j < n; j++)
-            for (int r = 0; r < R; r++) {
-                if (num_params) s[r][j] = s[r][j] * chunk.params[j][0][0] + query_sum[r] * chunk.params[j][0][1];
-                i64 pos = chunk.pos[j];
-                if (queries[b] > 1 && (pos > limit[r] || (pos <= limit[r] - window && pos >= sinks))) s[r][j] = HIDDEN;
-            }
-        for (int r = 0; r < R; r++) part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
-        if (num_params)
-            for (i64 j = 0; j < n; j++)
-                for (int r = 0; r < R; r++) {
-                    extra[r] += s[r][j] * chunk.params[j][1][1];
-                    s[r][j] *= chunk.params[j][1][0];
+        for (int r = 0; r < R; r++) {
+            if (num_params)
+                for (i64 j = 0; j < n; j++) s[r][j] = s[r][j] * chunk.scale[0][j] + query_sum[r] * chunk.offset[0][j];
+            if (queries[b] > 1)
+                for (i64 j = 0; j < n; j++)
+                    if (chunk.pos[j] > limit[r] || (chunk.pos[j] <= limit[r] - window && chunk.pos[j] >= sinks)) s[r][j] = HIDDEN;
+            part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
+            vf offsets = {};
+            if (num_params)
+                for (i64 j = 0; j < n; j += VL) {
+                    vf p = load(s[r] + j);
+                    offsets += p * load(chunk.offset[1] + j);
+                    store(s[r] + j, p * load(chunk.scale[1] + j));
                 }
+            extra[r] = sum(offsets);
+        }
         i64 i = 0;
         for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, s, i, extra, part, part_stride);
         for (; i < d; i += VL) add_values<R, 1>(chunk, s, i, extra, part, part_stride);
