@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -106,7 +105,7 @@ def call_linear(library: ctypes.CDLL, name: str, x: torch.Tensor, weight: torch.
     return y
 
 # %% ../nbs/06a_kernels.ipynb #3eb824d3
-MAX_QUERIES = 16    # longer chunks of a prompt go to PyTorch, whose kernels are made for them
+MAX_QUERIES = 8     # longer chunks of a prompt go to PyTorch, whose kernels are made for them
 
 def step_tables(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     "Block tables int32 `[B, width]`, and int32 `[3, B]`: lengths, queries (0 where another takes them), first rows."

@@ -540,18 +540,19 @@ extern "C" void rms_norm(float* x, const float* add, const float* weight, float 
         }
     });
 }
+inline vf silu(vf x) {             // x / (1 + exp(-x)), by the exponential of -|x|
+    vf e = exponential(x < 0.f ? x : -x);
+    return (x < 0.f ? x * e : x) / (1.f + e);
+}
 // y [n, d] = silu(first half of a row of x [n, 2 * d]) * second half
 extern "C" void silu_mul(const float* x, i64 n, i64 d, float* y, int threads) {
     split(n, std::max<i64>(1, 16384 / d), threads, [=](i64 first, i64 last) {
-        for (i64 r = first; r < last; r++)
-            for (i64 i = 0; i < d; i += VL) {
-                size_t bytes = 4 * std::min<i64>(VL, d - i);
-                vf g = {}, u = {};
-                memcpy(&g, x + 2 * r * d + i, bytes);
-                memcpy(&u, x + (2 * r + 1) * d + i, bytes);
-                vf e = exponential(g < 0.f ? g : -g), out = (g < 0.f ? g * e : g) / (1.f + e) * u;
-                memcpy(y + r * d + i, &out, bytes);
-            }
+        for (i64 r = first; r < last; r++) {
+            const float *gate = x + 2 * r * d, *up = gate + d;
+            i64 i = 0;
+            for (; i + VL <= d; i += VL) store(y + r * d + i, silu(load(gate + i)) * load(up + i));
+            for (; i < d; i++) y[r * d + i] = silu(vf{gate[i]})[0] * up[i];
+        }
     });
 }
 // Turn the first `turned` of the heads of x [n, heads, d], in place: x * cos + (halves swapped) * sin, sin with its sign [n, d].
