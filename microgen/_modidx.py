@@ -370,6 +370,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'microgen.engine.why_dtype': ('engine.html#why_dtype', 'microgen/engine.py')},
             'microgen.kernels': { 'microgen.kernels.KernelsUnavailable': ('kernels.html#kernelsunavailable', 'microgen/kernels.py'),
                                   'microgen.kernels._in_child': ('kernels.html#_in_child', 'microgen/kernels.py'),
+                                  'microgen.kernels._look': ('kernels.html#_look', 'microgen/kernels.py'),
                                   'microgen.kernels.address': ('kernels.html#address', 'microgen/kernels.py'),
                                   'microgen.kernels.attention_compiled': ('kernels.html#attention_compiled', 'microgen/kernels.py'),
                                   'microgen.kernels.available': ('kernels.html#available', 'microgen/kernels.py'),
