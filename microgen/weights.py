@@ -810,8 +810,10 @@ CALIBRATION_TOKENS = 256
 
 def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
     "The tokens of the built-in text that the model of `config` reads before it is quantised."
-    ids = [i for i in encode_prompt(tokenizer, CALIBRATION) if i < config.vocab_size]
-    return ids[:min(CALIBRATION_TOKENS, config.max_position)]
+    ids, most = encode_prompt(tokenizer, ""), min(CALIBRATION_TOKENS, config.max_position)
+    for line in CALIBRATION.splitlines(keepends=True):
+        if len(ids) < most: ids += tokenizer(line, add_special_tokens=False).input_ids
+    return [i for i in ids if i < config.vocab_size][:most]
 
 # %% ../nbs/08_weights.ipynb #8e2792e6
 ALPHAS = (None, 0.3, 0.5, 0.7)  # strengths of smoothing, all tried for each layer; None: not at all
