@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import nn
 from .devices import cache_dir
+from .kernels import install
 from .kv_cache import StepInput, blocks_needed, make_pool
 from .models import SUPPORTED, Decoder, DecoderLayer, LocalExecutor, ModelConfig, Piece, config_from_hf, weight_map
 from .quantization import (GROUP, QuantizedEmbedding, QuantizedLinear, check_quantization, quantize_linear, quantize_weight, relative_error,
@@ -699,7 +700,9 @@ def load_model(
     "A `Decoder` with the weights at `path`, ready to run, and what these weights are. Raises `ValueError`."
     check_quantization(quantization)
     hf, source = load_config(path, trust_remote_code), open_source(path)
-    if stored := getattr(hf, "quantization_config", None): return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
+    stored = getattr(hf, "quantization_config", None)
+    if (quantization or stored) and torch.device(device).type == "cpu": install()        # the compiled kernels, if there are any
+    if stored: return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
     config = untie_if_different(config_from_hf(hf), source)
     pieces = weight_map(config)
     check_names(source, pieces)
@@ -807,8 +810,10 @@ CALIBRATION_TOKENS = 256
 
 def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
     "The tokens of the built-in text that the model of `config` reads before it is quantised."
-    ids = [i for i in encode_prompt(tokenizer, CALIBRATION) if i < config.vocab_size]
-    return ids[:min(CALIBRATION_TOKENS, config.max_position)]
+    ids, most = encode_prompt(tokenizer, ""), min(CALIBRATION_TOKENS, config.max_position)
+    for line in CALIBRATION.splitlines(keepends=True):
+        if len(ids) < most: ids += tokenizer(line, add_special_tokens=False).input_ids
+    return [i for i in ids if i < config.vocab_size][:most]
 
 # %% ../nbs/08_weights.ipynb #8e2792e6
 ALPHAS = (None, 0.3, 0.5, 0.7)  # strengths of smoothing, all tried for each layer; None: not at all
