@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
-           'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'Engine', 'build_engine', 'failed',
-           'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds', 'longest_text',
-           'num_pool_blocks', 'LLM']
+           'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'FatalError', 'Engine',
+           'build_engine', 'failed', 'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds',
+           'longest_text', 'num_pool_blocks', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
+import contextlib
 import itertools
 import queue
 import random
@@ -254,6 +255,9 @@ def as_token_ids(prompt, tokenizer, vocab_size: int) -> tuple[str | None, list[i
     return text, ids
 
 # %% ../nbs/11_engine.ipynb #a2880fe7
+class FatalError(RuntimeError):
+    "A fault after which an executor can run nothing any more: it ends the engine, not just the requests of the step."
+
 class Engine:
     "The synchronous step loop. It is given its parts; `LLM` builds them."
     def __init__(self, executor, scheduler: Scheduler, tokenizer, vocab_size: int, stop_ids: frozenset[int] = frozenset(),
@@ -320,6 +324,7 @@ def step(self: Engine) -> list[RequestOutput]:
             step = make_step(plan, self.scheduler.block_size); clock("prepare")
             logits = self.executor.execute(step); clock("forward")
             sampled = self._sample(plan, logits); clock("sampling")
+        except FatalError: raise
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
             self._fail(plan, error, news)
@@ -438,15 +443,18 @@ Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_a
 def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int, block_size: int = 16, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, stop_ids: frozenset[int] = frozenset(), seed: int = 0,
                  dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096,
-                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True) -> Engine:
-    "An engine over `model`, with a KV pool of `num_blocks` blocks. Raises `ValueError` for sizes that do not go together."
+                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True,
+                 executor=None) -> Engine:
+    "An engine over `model`, with a KV pool of `num_blocks` blocks in this process (or whatever `executor` brings). Raises `ValueError` for sizes that do not go together."
     c = model.config
     allocator = PrefixCache(num_blocks, block_size) if enable_prefix_caching else BlockAllocator(num_blocks)
     scheduler = Scheduler(allocator, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
                           window=c.window, sinks=c.attention_sinks)
-    pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+    if executor is None:
+        pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+        executor = LocalExecutor(model, pool, device)
     dynamic_rope = c.rope is not None and c.rope.get("rope_type") == "dynamic"
-    return Engine(LocalExecutor(model, pool, device), scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
+    return Engine(executor, scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
 
 # %% ../nbs/11_engine.ipynb #481e8683
 def failed(request_id: str, cause: str) -> RequestOutput:
@@ -477,6 +485,11 @@ class EngineThread:
                 raise RuntimeError("the engine thread does not run in this process (a fork?); create a new LLM here")
             self.inbox.put(action)
 
+    def fail(self, error: BaseException):
+        "End the thread with `error` before its next step, also when it has nothing to do. From any thread."
+        def end(): raise error
+        with contextlib.suppress(RuntimeError): self._post(end)                     # it has ended by itself
+
     def _add(self, g: Generation, sink: Callable):
         if g.request_id in self.sinks: return sink(failed(g.request_id, f"request_id={g.request_id!r} is in use"))
         self.sinks[g.request_id] = sink
@@ -494,8 +507,10 @@ class EngineThread:
         try: self._loop()
         except BaseException as e:                          # a fault of ours: nobody may be left waiting
             with self.lock: self.closed, self.cause = True, f"its engine thread ended with {type(e).__name__}: {e}"
+            while not self.inbox.empty():                       # who came too late to be served is told as well
+                with contextlib.suppress(Exception): (self.inbox.get() or bool)()
             for rid, sink in list(self.sinks.items()):
-                sink(failed(rid, self.cause))
+                with contextlib.suppress(Exception): sink(failed(rid, self.cause))
         finally: self.engine = None
 
     def _loop(self):
@@ -519,7 +534,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(quantization=None, speculative_config=None, tensor_parallel_size=1)   # option -> the only value accepted so far
+LATER = dict(quantization=None, speculative_config=None)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -561,14 +576,14 @@ def longest_text(config, max_model_len: int | None) -> int:
 
 # %% ../nbs/11_engine.ipynb #fd57f871
 def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_cache_memory: int | None,
-                    max_tokens: int, gpu_memory_utilization: float, kv_cache_dtype: str = "auto") -> int:
-    "Blocks of the KV pool: as told, or what memory allows, but no more than `max_tokens` tokens can use."
+                    max_tokens: int, gpu_memory_utilization: float, kv_cache_dtype: str = "auto", spread: float = 1.0) -> int:
+    "Blocks of the KV pool: as told, or what memory allows (`spread` times what one device has), but no more than `max_tokens` tokens can use."
     if num_blocks: return num_blocks
     c = model.config
     size = block_bytes(c.num_layers, block_size, c.num_kv_heads, c.head_dim, dtype, kv_cache_dtype)
     if kv_cache_memory is None:
         total = torch.cuda.get_device_properties(device.torch_device).total_memory if device.kind == "cuda" else 0
-        kv_cache_memory = default_pool_bytes(device.kind, free_memory(device), total, gpu_memory_utilization)
+        kv_cache_memory = int(spread * default_pool_bytes(device.kind, free_memory(device), total, gpu_memory_utilization))
     if kv_cache_memory < size:
         raise ValueError(f"the KV cache may use {kv_cache_memory:,} bytes, but one block of {block_size} tokens needs "
                          f"{size:,}; raise kv_cache_memory or lower block_size")
@@ -595,12 +610,13 @@ class LLM:
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
+        tensor_parallel_size: int = 1,               # processes, each with a device or its share of the cores, that share the model
         kv_events: "bool | str | dict | None" = None,   # events of the prefix cache: True, an address to publish at, or vLLM's kv_events_config
         **later):
         check_later(later)
-        check_sizes(dict(block_size=block_size), dict(num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window,
-                    attention_sinks=attention_sinks))
+        check_sizes(dict(block_size=block_size, tensor_parallel_size=tensor_parallel_size), dict(
+                    num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window, attention_sinks=attention_sinks))
         check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
                     enable_prefix_caching=enable_prefix_caching), bool)
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
@@ -612,36 +628,54 @@ class LLM:
         hf_config = load_config(path, trust_remote_code)
         self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
-        net, self.weights_source = load_model(path, self.dtype, where, trust_remote_code)
-        if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
-        self.model, self.config, self.weight_bytes = str(model), net.config, sum(p.nbytes for p in net.parameters())
-        self.max_model_len = longest_text(net.config, max_model_len)
-        budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
-        seats = max_num_seqs or min(64, budget)
-        num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
-                                     seats * (blocks_needed(self.max_model_len, block_size) + 1) * block_size,     # a spare block each
-                                     gpu_memory_utilization, kv_cache_dtype)
-        engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed,
-                              self.dtype, where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching)
+        net, self.weights_source, self.weight_bytes = self._load(path, trust_remote_code, tensor_parallel_size)
+        try:
+            if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
+            self.model, self.config = str(model), net.config
+            self.max_model_len = longest_text(net.config, max_model_len)
+            budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
+            seats = max_num_seqs or min(64, budget)
+            num_blocks = num_pool_blocks(net, self.device, self.dtype, block_size, num_blocks, kv_cache_memory,
+                                         seats * (blocks_needed(self.max_model_len, block_size) + 1) * block_size,     # a spare block each
+                                         gpu_memory_utilization, kv_cache_dtype, getattr(net, "spread", 1.0))
+            executor = None if tensor_parallel_size == 1 else net.executor(kv_cache_dtype, num_blocks, block_size)
+            engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed, self.dtype,
+                                  where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching, executor=executor)
+        except BaseException:
+            if tensor_parallel_size > 1: net.close()
+            raise
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_pool_bytes = engine.executor.pool.nbytes if executor is None else sum(executor.pool_bytes)
+        self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
+        self._parallel = net if executor else None
+        if executor:
+            net.ranks.listeners.append(self._thread.fail)
+            weakref.finalize(self, net.close)
+        self._finalizer = weakref.finalize(self, self._thread.close)
         self.kv_events = self.kv_publisher = None
         if events: self._tell(events, engine.scheduler.cache)
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_pool_bytes = engine.executor.pool.nbytes
-        self._thread, self._prepare_lock = EngineThread(engine), threading.Lock()
-        self._finalizer = weakref.finalize(self, self._thread.close)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
         print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
-              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}; "
+              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}{f', {tensor_parallel_size} ranks' if executor else ''}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
               f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
               f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
 
+    def _load(self, path, trust_remote_code: bool, ranks: int):
+        "The model, whole in this process or shared out over `ranks`, what its weights are, and their bytes."
+        if ranks == 1:
+            net, source = load_model(path, self.dtype, self.device.torch_device, trust_remote_code)
+            return net, source, sum(p.nbytes for p in net.parameters())
+        from microgen.tensor_parallel import load_parallel
+        net = load_parallel(path, self.dtype, self.device, ranks, trust_remote_code)
+        return net, net.source, sum(net.weight_bytes)
+
     @property
     def engine(self) -> Engine:
         "The engine underneath (its step log, its counters). Look, but do not step it: the engine thread does."
         engine = self._thread.engine
-        if self._thread.closed or engine is None: raise RuntimeError("this LLM is closed; create a new one")
+        if self._thread.closed or engine is None: raise RuntimeError(f"this LLM is closed{self._thread.cause and f' ({self._thread.cause})'}; create a new one")
         return engine
 
     def _tell(self, config, cache: PrefixCache):
@@ -654,8 +688,9 @@ class LLM:
             weakref.finalize(self, self.kv_publisher.close)
 
     def close(self):
-        "Stop the engine thread and drop weights and KV pool."
+        "Stop the engine thread (and the processes that shared the model), drop weights and KV pool."
         self._thread.close()
+        if self._parallel: self._parallel.close()
         if self.kv_publisher: self.kv_publisher.close()
 
     def __enter__(self): return self
