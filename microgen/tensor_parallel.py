@@ -174,7 +174,7 @@ class Communicator:
     "One rank's way to the others. Counts collectives by purpose and, while `spans` is a list, keeps (purpose, begin, end) of each."
     def __init__(self, store, rank: int, size: int, device: "torch.device | str" = "cpu", timeout: float = 20.0, local: bool = True, nccl: bool = False):
         self.rank, self.size, self.device, self.counts, self.spans = rank, size, torch.device(device), Counter(), None
-        limit = timedelta(seconds=timeout)
+        limit = self.limit = timedelta(seconds=timeout)
         self.control = gloo_group(dist.PrefixStore("control", store), rank, size, FOREVER, local)
         if nccl:
             options = dist.ProcessGroupNCCL.Options()
@@ -215,16 +215,17 @@ def gather(self: Communicator, x: torch.Tensor, purpose: str) -> list[torch.Tens
 
 def message(self: Communicator, data: bytes = b"") -> bytes:
     "Rank 0's `data`, on every rank."
-    frame = torch.zeros(FRAME, dtype=torch.uint8)
+    frame, options = torch.zeros(FRAME, dtype=torch.uint8), dist.BroadcastOptions()
+    if self.rank == 0: options.timeout = self.limit                        # the others wait as long as there is nothing to do
     head = len(data).to_bytes(8, "little") + data[:FRAME - 8]
     if self.rank == 0: frame[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    self.control.broadcast([frame]).wait()
+    self.control.broadcast([frame], options).wait()
     self.counts["message"] += 1
     first = frame.numpy().tobytes()
     size = int.from_bytes(first[:8], "little")
     if size <= FRAME - 8: return first[8:8 + size]
     rest = torch.frombuffer(bytearray(data[FRAME - 8:] or bytes(size - FRAME + 8)), dtype=torch.uint8)
-    self.control.broadcast([rest]).wait()
+    self.control.broadcast([rest], options).wait()
     self.counts["message"] += 1
     return first[8:] + rest.numpy().tobytes()
 
