@@ -26,5 +26,6 @@ setup(
     install_requires=cfg["requirements"].split(),
     extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("dev", "events", "clients")},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
+    package_data={cfg["lib_name"]: ["csrc/*.cpp"]},
     zip_safe=False,
 )

@@ -517,6 +517,7 @@ async def model_info(request: Request):
     llm = service_of(request).llm
     c = llm.config
     return dict(model=request.app.state.service.names[0], family=c.family, dtype=str(llm.dtype)[6:], device=llm.device.name, weights_source=llm.weights_source,
+                quantization=llm.quantization and llm.quantization.mode,
                 weight_bytes=llm.weight_bytes, max_model_len=llm.max_model_len, vocab_size=c.vocab_size, num_layers=c.num_layers,
                 chat_template=bool(getattr(llm.tokenizer, "chat_template", None)))
 

@@ -10,6 +10,7 @@ __all__ = ['MAX_PADDING', 'MAX_GATHER', 'BEYOND', 'ATTENTION_BACKENDS', 'allowed
 # %% ../nbs/06_attention.ipynb #328c3e32
 from collections.abc import Callable
 from dataclasses import dataclass, field
+import numpy as np
 import torch
 import torch.nn.functional as F
 from .kv_cache import FREED, KVPool, StepInput, blocks_needed
@@ -113,32 +114,34 @@ class AttentionPlan:
     def _make_group(self, members: list[int], seen: list[list[int]], rows: list[int], window: int | None) -> AttentionGroup:
         "The group of the requests `members`, which have equally many queries and look into the logical blocks `seen`."
         T, bs, width = self.step.query_lens[members[0]], self.block_size, max(map(len, seen))
-        lens = torch.tensor([self.step.seq_lens[b] for b in members])[:, None]                             # [B, 1]
+        lens = np.array([self.step.seq_lens[b] for b in members])[:, None]                                 # [B, 1]
         tables = [self.step.block_tables[b] for b in members]
         blocks = [t[i] for t, s in zip(tables, seen) for i in s + s[-1:] * (width - len(s))]
-        logical = torch.tensor([[i * bs for i in s] + [BEYOND] * (width - len(s)) for s in seen])
-        k_pos = (logical[:, :, None] + torch.arange(bs)).flatten(1)                                        # [B, width * bs]
+        logical = np.array([[i * bs for i in s] + [BEYOND] * (width - len(s)) for s in seen])
+        k_pos = (logical[:, :, None] + np.arange(bs)).reshape(len(members), -1)                            # [B, width * bs]
         S = int((k_pos < lens).sum(1).max())
-        unused = (k_pos >= lens)[:, :S].nonzero()
-        q_pos = lens[:, :, None] - T + torch.arange(T)[:, None]                                            # [B, T, 1]
+        request, row = (k_pos >= lens)[:, :S].nonzero()                                                    # gathered, and nobody's
+        q_pos = lens[:, :, None] - T + np.arange(T)[:, None]                                               # [B, T, 1]
         causal = T == S and window is None
         hidden = None if causal else ~allowed(q_pos, k_pos[:, None, :S], window, self.sinks)[:, None]
         consecutive = rows == list(range(rows[0], rows[0] + len(rows))) or len(rows) == 1
         put = lambda x: x if x is None else torch.as_tensor(x, device=self.device)
         return AttentionGroup(
             slice(rows[0], rows[-1] + T) if consecutive else put(rows), T, S, put(blocks),
-            put(unused[:, 0] * (width * bs) + unused[:, 1]) if len(unused) else None,
+            put(request * (width * bs) + row) if len(row) else None,
             put(hidden) if hidden is not None and hidden.any() else None, causal)
 
-def plan_attention(step: StepInput, block_size: int, device: "torch.device | str" = "cpu", sinks: int = 0) -> AttentionPlan:
+def plan_attention(step: StepInput, block_size: int, device: "torch.device | str" = "cpu", sinks: int = 0,
+                   slots: torch.Tensor | None = None) -> AttentionPlan:       # `step.slot_mapping`, where it is a tensor already
     "The plan of `step`, for a model that always sees its first `sinks` tokens."
-    return AttentionPlan(step, torch.tensor(step.slot_mapping, device=device), block_size, device, sinks)
+    if slots is None: slots = torch.tensor(step.slot_mapping, device=device)
+    return AttentionPlan(step, slots, block_size, device, sinks)
 
 # %% ../nbs/06_attention.ipynb #bd3f871d
 def attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
     "Attention of one group: `q` `[B * T, heads, d]`, gathered `k`, `v` `[B * rows, kv_heads, d]` -> `[B * T, heads, d]`."
     (n, heads, d), kv_heads, T = q.shape, k.shape[1], group.query_len
-    mask = group.mask(q.dtype)
+    k, v, mask = k.to(q.dtype), v.to(q.dtype), group.mask(q.dtype)       # a cache may be narrower than what is computed in
     if T == 1:
         k, v = (x.view(n, -1, kv_heads, d)[:, :group.key_len].transpose(1, 2) for x in (k, v))
         out = F.scaled_dot_product_attention(q.view(n, kv_heads, -1, d), k, v, attn_mask=mask, scale=scale)

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'Device', 'available_devices', 'get_device', 'cpu_has_bfloat16', 'resolve_dtype', 'free_memory', 'cpu_quota',
-           'cpu_threads', 'fast_dtypes', 'Ceilings', 'best_seconds', 'measure_bandwidth', 'multiply', 'measure_gemm',
-           'fingerprint', 'measure_ceilings']
+           'cpu_threads', 'use_threads', 'fast_dtypes', 'compute_dtype', 'Ceilings', 'best_seconds',
+           'measure_bandwidth', 'multiply', 'measure_gemm', 'cache_dir', 'fingerprint', 'recall', 'keep',
+           'measure_ceilings']
 
 # %% ../nbs/02_devices.ipynb #158d6606
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -70,7 +72,8 @@ def resolve_dtype(
                    else cpu_has_bfloat16())
     if asked == "auto":
         if device.kind == "cuda": return torch.bfloat16 if native_bf16 else torch.float16
-        return torch.bfloat16 if native_bf16 else torch.float32
+        from microgen.linear import fastest_dtype
+        return fastest_dtype(device)[0]
     if asked not in DTYPES: raise ValueError(f"dtype={dtype!r} is not offered; choose one of {['auto', *DTYPES]}")
     if asked == "bfloat16" and device.kind == "cuda" and not native_bf16:
         raise ValueError(f"dtype='bfloat16' is not native on {device.name} (compute capability below 8.0); "
@@ -108,6 +111,10 @@ def cpu_threads() -> int:
     quota = cpu_quota()
     return cores() if quota is None else max(1, min(cores(), math.ceil(quota)))
 
+def use_threads():
+    "Let PyTorch compute with no more than `cpu_threads`; fewer, if the user wants fewer."
+    if cpu_threads() < torch.get_num_threads(): torch.set_num_threads(cpu_threads())
+
 # %% ../nbs/02_devices.ipynb #1562b17b
 def fast_dtypes(device: Device) -> list[str]:
     "The dtypes `device` multiplies natively, out of float32, bfloat16, float16 and int8."
@@ -119,6 +126,11 @@ def fast_dtypes(device: Device) -> list[str]:
     half = any(flags.get(f) for f in ("avx512_fp16", "amx_fp16", "fp16_arith"))
     int8 = any(flags.get(f) for f in ("avx512_vnni", "avx_vnni", "amx_int8", "dotprod", "i8mm"))
     return ["float32"] + ["bfloat16"] * cpu_has_bfloat16() + ["float16"] * half + ["int8"] * int8
+
+# %% ../nbs/02_devices.ipynb #c9838265
+def compute_dtype(dtype: torch.dtype, device: Device) -> torch.dtype:
+    "What to compute in when weights are kept in `dtype`: the same where `device` has units for it, else float32."
+    return dtype if str(dtype).removeprefix("torch.") in fast_dtypes(device) else torch.float32
 
 # %% ../nbs/02_devices.ipynb #b0ab7224
 @dataclass(frozen=True)
@@ -194,22 +206,34 @@ def measure_gemm(
         best = rate
     return best
 
+# %% ../nbs/02_devices.ipynb #4691d835
+def cache_dir() -> Path:
+    "Where MicroGen keeps what it measured, compiled and downloaded: `MICROGEN_CACHE`, or the platform's cache folder."
+    if own := os.environ.get("MICROGEN_CACHE"): return Path(own).expanduser()
+    home, env = Path.home(), os.environ.get
+    if sys.platform == "win32": return Path(env("LOCALAPPDATA") or home / "AppData" / "Local") / "microgen" / "cache"
+    if sys.platform == "darwin": return home / "Library" / "Caches" / "microgen"
+    return Path(env("XDG_CACHE_HOME") or home / ".cache") / "microgen"
+
 # %% ../nbs/02_devices.ipynb #1a9841a5
 def fingerprint(device: Device) -> str:
     "What a ceiling depends on."
     return f"{machine()} {device.name} torch-{torch.__version__} {torch.get_num_threads()} threads"
 
-def _load(cache: Path) -> dict[str, dict]:
+def recall(cache: Path) -> dict[str, dict]:
+    "What `keep` wrote to `cache`, by code; {} if there is nothing that can be read."
     try: known = json.loads(cache.read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
     return known if isinstance(known, dict) else {}
 
-def _keep(cache: Path, ceilings: Ceilings):
-    "Add to the file, whole or not at all."
-    cache.parent.mkdir(parents=True, exist_ok=True)
+def keep(cache: Path, code: str, found: dict):
+    "Add to the file, whole or not at all; where we may not write, it is measured again next time."
     part = cache.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(_load(cache) | {ceilings.fingerprint: asdict(ceilings)}, indent=1), encoding="utf-8")
-    os.replace(part, cache)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(recall(cache) | {code: found}, indent=1), encoding="utf-8")
+        os.replace(part, cache)
+    except OSError: pass
 
 # %% ../nbs/02_devices.ipynb #85cad2c1
 def measure_ceilings(
@@ -220,7 +244,7 @@ def measure_ceilings(
 ) -> Ceilings:
     "Copy and read bandwidth, and the rate of matrix products per dtype, on `device` now, or as measured here before."
     device, code = get_device(device), fingerprint(get_device(device))
-    if cache is not None and code in (known := _load(Path(cache))):
+    if cache is not None and code in (known := recall(Path(cache))):
         try:
             fields = known[code]
             sized = {k: {int(n): v for n, v in fields[k].items()} for k in ("copy", "read")}
@@ -232,7 +256,5 @@ def measure_ceilings(
     copy, read = measure_bandwidth(device, sizes)
     rates = {name: measure_gemm(device, dtype, **gemm) for name, dtype in (DTYPES | dict(int8=torch.int8)).items()}
     found = Ceilings(device.name, code, torch.get_num_threads(), copy, read, {k: v for k, v in rates.items() if v})
-    try:
-        if cache is not None: _keep(Path(cache), found)
-    except OSError: pass                                            # a folder we may not write to: measured again next time
+    if cache is not None: keep(Path(cache), code, asdict(found))
     return found

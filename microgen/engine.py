@@ -6,7 +6,7 @@
 __all__ = ['LATER', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'FatalError', 'Engine',
            'build_engine', 'failed', 'EngineThread', 'check_later', 'check_sizes', 'check_memory', 'check_kinds',
-           'longest_text', 'num_pool_blocks', 'LLM']
+           'longest_text', 'num_pool_blocks', 'why_dtype', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -22,14 +22,18 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 import torch
-from .devices import Device, free_memory, get_device, resolve_dtype
+from .cuda_graphs import GraphExecutor
+from .devices import Device, free_memory, get_device, resolve_dtype, use_threads
 from .kv_cache import KV_CACHE_DTYPES, BlockAllocator, block_bytes, blocks_needed, default_pool_bytes, make_pool
 from .kv_events import KVEventPublisher, KVEvents, kv_events_config
+from .linear import fastest_dtype
 from .models import Decoder, LocalExecutor, limit_window
 from .prefix_cache import PrefixCache
+from .quantization import check_quantization
 from .sampling import Logprob, SamplingParams, SamplingRow, bad_word_ids, prompt_logprobs, sample
 from .scheduler import Request, Schedule, Scheduler, make_step
-from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model,
+from .triton_attention import best_attention
+from .weights import (encode_prompt, load_config, load_model, load_tokenizer, render_chat, resolve_model, save_quantized,
                               stop_token_ids)
 
 # %% ../nbs/11_engine.ipynb #01c77347
@@ -37,6 +41,7 @@ class Detokenizer:
     "Turns the output tokens of one sequence into text, in pieces that never split a character."
     CONTEXT = 6     # tokens of the prompt that the first output is decoded together with
     PATIENCE = 64   # tokens that may wait for the end of a character
+    WINDOW = 12     # tokens that the window grows to before its older part is dropped
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -57,14 +62,16 @@ class Detokenizer:
         text = self._decode()
         sure = len(text) - self._unsure(text)
         new, self.sent = text[self.sent:sure], max(self.sent, sure)
-        if sure == len(text): self._slide()
+        if sure == len(text):                               # nothing is pending
+            newest, self.complete = self.complete, len(self.ids)
+            if len(self.ids) > self.WINDOW: self._keep(self.ids[newest:])
         return new
 
-    def _slide(self):
-        "Nothing is pending: keep the newest tokens as context, if they are visible at all."
-        old, self.ids, self.complete = self.ids, self.ids[self.complete:], len(self.ids) - self.complete
-        if text := self._decode(): self.sent = len(text)
-        else: self.ids, self.complete = old, len(old)
+    def _keep(self, ids: list[int]):
+        "Make the window `ids`, the tokens let out last, if they are visible at all."
+        whole, self.ids = self.ids, ids
+        if text := self._decode(): self.complete, self.sent = len(ids), len(text)
+        else: self.ids = whole
 
     def flush(self) -> str:
         "What is left when no more tokens come."
@@ -443,16 +450,16 @@ Engine._count_admission, Engine._record, Engine._output, Engine.stats = _count_a
 def build_engine(model: Decoder, tokenizer, num_blocks: int, max_model_len: int, block_size: int = 16, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, stop_ids: frozenset[int] = frozenset(), seed: int = 0,
                  dtype: torch.dtype = torch.float32, device: "torch.device | str" = "cpu", log_size: int = 4096,
-                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True,
-                 executor=None) -> Engine:
-    "An engine over `model`, with a KV pool of `num_blocks` blocks in this process (or whatever `executor` brings). Raises `ValueError` for sizes that do not go together."
+                 kv_cache_dtype: str = "auto", enable_prefix_caching: bool = True, enforce_eager: bool = False, executor=None) -> Engine:
+    "An engine over `model`, with a KV pool of `num_blocks` blocks (or what `executor` brings); on CUDA with recorded decode steps, unless `enforce_eager`. Raises `ValueError` for sizes that do not go together."
     c = model.config
     allocator = PrefixCache(num_blocks, block_size) if enable_prefix_caching else BlockAllocator(num_blocks)
     scheduler = Scheduler(allocator, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
                           window=c.window, sinks=c.attention_sinks)
     if executor is None:
-        pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
-        executor = LocalExecutor(model, pool, device)
+        graphs = not enforce_eager and best_attention(device) == "triton"
+        pool = make_pool(kv_cache_dtype, c.num_layers, num_blocks + graphs, block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+        executor = GraphExecutor(model, pool, device, max_num_seqs, max_model_len) if graphs else LocalExecutor(model, pool, device)
     dynamic_rope = c.rope is not None and c.rope.get("rope_type") == "dynamic"
     return Engine(executor, scheduler, tokenizer, c.vocab_size, stop_ids, seed, log_size, dynamic_rope)
 
@@ -534,7 +541,7 @@ class EngineThread:
         elif self.thread is not threading.current_thread(): self.thread.join()
 
 # %% ../nbs/11_engine.ipynb #61f51a9a
-LATER = dict(quantization=None, speculative_config=None)   # option -> the only value accepted so far
+LATER = dict(speculative_config=None)   # option -> the only value accepted so far
 
 def check_later(options: dict):
     "Refuse options that do not exist, and values that are not supported yet."
@@ -590,6 +597,11 @@ def num_pool_blocks(model: Decoder, device: Device, dtype: torch.dtype, block_si
     return min(kv_cache_memory // size, blocks_needed(max_tokens, block_size))
 
 # %% ../nbs/11_engine.ipynb #4b9b3f18
+def why_dtype(device: Device) -> str:
+    "Why `dtype=\"auto\"` chose as it did, for the line that `LLM` prints."
+    return f" ({fastest_dtype(device)[1]})" if device.kind == "cpu" else f", the fastest format that {device.name} has units for,"
+
+# %% ../nbs/11_engine.ipynb #aadaf57c
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -605,8 +617,10 @@ class LLM:
         seed: int = 0,                               # seeds requests that bring no seed of their own
         tokenizer: str | None = None,                # another folder to take the tokenizer from
         revision: str | None = None, trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9, enforce_eager: bool = False,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,                 # on CUDA: launch each kernel anew, record no graphs
         enable_prefix_caching: bool = True,          # prompts that begin alike share what was computed
+        quantization: str | None = None,             # of the weights, while they are loaded: "int8", "int8-weight-only", "int4"
         kv_cache_dtype: str = "auto",                # "int8", "int8-asymmetric"; auto: as dtype
         sliding_window: int | None = None,           # tokens back that a token sees; what is older is forgotten
         attention_sinks: int | None = None,          # with a window: tokens at the start that stay in sight
@@ -620,18 +634,22 @@ class LLM:
         check_kinds(dict(seed=seed), int, dict(trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
                     enable_prefix_caching=enable_prefix_caching), bool)
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
+        check_quantization(quantization)
+        if quantization and tensor_parallel_size > 1: raise ValueError(f"{quantization=} does not go with {tensor_parallel_size=} yet; leave one of them out")
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
+        if self.device.kind == "cpu": use_threads()
         self.dtype = resolve_dtype(dtype, self.device)
         where, path = self.device.torch_device, resolve_model(model, revision)
         hf_config = load_config(path, trust_remote_code)
         self.tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         stop_ids = stop_token_ids(path, self.tokenizer, hf_config)
-        net, self.weights_source, self.weight_bytes = self._load(path, trust_remote_code, tensor_parallel_size)
+        net, self.weights_source, self.weight_bytes = self._load(path, trust_remote_code, quantization, tensor_parallel_size)
+        self.quantization = getattr(net, "quantization", None)
         try:
             if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
-            self.model, self.config = str(model), net.config
+            self.model, self.path, self.config = str(model), path, net.config
             self.max_model_len = longest_text(net.config, max_model_len)
             budget = max_num_batched_tokens or (512 if self.device.kind == "cpu" else 2048)
             seats = max_num_seqs or min(64, budget)
@@ -640,7 +658,8 @@ class LLM:
                                          gpu_memory_utilization, kv_cache_dtype, getattr(net, "spread", 1.0))
             executor = None if tensor_parallel_size == 1 else net.executor(kv_cache_dtype, num_blocks, block_size)
             engine = build_engine(net, self.tokenizer, num_blocks, self.max_model_len, block_size, seats, budget, stop_ids, seed, self.dtype,
-                                  where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching, executor=executor)
+                                  where, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+                                  executor=executor)
         except BaseException:
             if tensor_parallel_size > 1: net.close()
             raise
@@ -655,18 +674,18 @@ class LLM:
         self.kv_events = self.kv_publisher = None
         if events: self._tell(events, engine.scheduler.cache)
         sinks = f" and the first {net.config.attention_sinks}" if net.config.attention_sinks else ""
-        print(f"MicroGen: {model} ({self.weights_source}); {str(self.dtype)[6:]}"
-              f"{f', the fastest format that {self.device.kind} has units for,' if dtype == 'auto' else ''} on {self.device.name}{f', {tensor_parallel_size} ranks' if executor else ''}; "
+        print(f"MicroGen: {model} ({self.weights_source}, {self.weight_bytes / 2**20:.0f} MiB); {str(self.dtype)[6:]}"
+              f"{why_dtype(self.device) if dtype == 'auto' else ''} on {self.device.name}{f', {tensor_parallel_size} ranks' if executor else ''}; "
               f"{num_blocks} KV blocks of {block_size} tokens ({self.kv_pool_bytes / 2**20:.0f} MiB"
               f"{'' if kv_cache_dtype == 'auto' else ', ' + kv_cache_dtype}); "
               f"{f'window of {net.config.window} tokens{sinks}; ' if net.config.window else ''}"
               f"up to {seats} requests and {budget} tokens a step", file=sys.stderr)
 
-    def _load(self, path, trust_remote_code: bool, ranks: int):
+    def _load(self, path, trust_remote_code: bool, quantization: str | None, ranks: int):
         "The model, whole in this process or shared out over `ranks`, what its weights are, and their bytes."
         if ranks == 1:
-            net, source = load_model(path, self.dtype, self.device.torch_device, trust_remote_code)
-            return net, source, sum(p.nbytes for p in net.parameters())
+            net, source = load_model(path, self.dtype, self.device.torch_device, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
+            return net, source, sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         from microgen.tensor_parallel import load_parallel
         net = load_parallel(path, self.dtype, self.device, ranks, trust_remote_code)
         return net, net.source, sum(net.weight_bytes)
@@ -708,8 +727,13 @@ class LLM:
 
     def stats(self) -> dict:
         "What the engine is and has done, one plain dict; sizes in bytes, prefix cache figures in tokens."
-        return dict(model=self.model, weights_source=self.weights_source, dtype=str(self.dtype)[6:], device=self.device.name,
+        return dict(model=self.model, weights_source=self.weights_source, quantization=self.quantization and self.quantization.mode,
+                    dtype=str(self.dtype)[6:], device=self.device.name,
                     weight_bytes=self.weight_bytes, kv_pool_bytes=self.kv_pool_bytes, **self.engine.stats())
+
+    def save_quantized(self, folder: str):
+        "Write the quantised model as a model folder, which `LLM(folder)` loads without quantising it again. Raises `ValueError`."
+        save_quantized(self.engine.executor.model, self.path, folder, self.tokenizer)
 
 # %% ../nbs/11_engine.ipynb #6f819570
 def _one_each(name: str, value, kinds, prompts: list) -> list:

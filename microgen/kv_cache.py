@@ -115,8 +115,8 @@ class KVPool:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         "Store keys and values `[N, num_kv_heads, head_dim]` of one layer at `slots` `[N]`."
-        self.keys[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-        self.values[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+        self.keys[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k.to(self.keys[layer].dtype))
+        self.values[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v.to(self.values[layer].dtype))
 
     def gather(self, layer: int, blocks: torch.Tensor, unused_rows: torch.Tensor | None = None):
         "Keys and values `[len(blocks) * block_size, num_kv_heads, head_dim]` of `blocks`, with `unused_rows` cleared."

@@ -38,7 +38,7 @@ class CacheExecutor(LocalExecutor):
 def open_executor(model, kind: str, block_size: int, window: int | None, sinks: int):
     "An executor over `model` with a pool of one block and a window of its own. A model that lies on several processes opens it there."
     if not isinstance(model, Decoder): return model.executor(kind, 1, block_size, window, sinks)
-    c, weight, view = model.config, model.embed_tokens.weight, model if window is None else share_weights(model)
+    c, weight, view = model.config, model.norm.weight, model if window is None else share_weights(model)
     if window: limit_window(view, window, sinks)
     pool = make_pool(kind, c.num_layers, 1, block_size, c.num_kv_heads, c.head_dim, dtype=weight.dtype, device=weight.device)
     return CacheExecutor(view, pool, weight.device)

@@ -183,6 +183,12 @@ class SamplingRow:
     stop_ids: frozenset[int] = frozenset()  # EOS and stop_token_ids, banned before min_tokens
     bad_words_ids: Sequence[Sequence[int]] = ()  # see `bad_word_ids`
 
+    @property
+    def ruled(self) -> bool:
+        """Whether any rule edits this row's logits."""
+        p = self.params
+        return bool(p.min_tokens or self.bad_words_ids or p.logit_bias or p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
+
     def noise(self, purpose: str = "sample") -> float:
         """The random number for this row's next token."""
         return noise(self.seed, self.choice, len(self.output_token_ids), purpose)
@@ -259,9 +265,11 @@ def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def process_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Apply every row's rules to its logits, float32 `[R, V]`; the input itself when no row has any."""
     out, vocab = _allow(logits, rows), logits.shape[1]
-    for rule, apply in _RULES:
-        where, ids, values = _cells(rows, rule, vocab)
+    ruled = [i for i, row in enumerate(rows) if row.ruled]
+    for rule, apply in _RULES if ruled else ():
+        where, ids, values = _cells([rows[i] for i in ruled], rule, vocab)
         if len(where):
+            where = np.array(ruled)[where]
             out = out.clone() if out is logits else out
             where, ids, values = (torch.from_numpy(a).to(logits.device) for a in (where, ids, values))
             out[where, ids] = apply(out[where, ids], values)

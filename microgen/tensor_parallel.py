@@ -313,9 +313,9 @@ class Rank:
         config = ModelConfig(**config | dict(windows=tuple(config["windows"])))
         shard = shards(config, self.comm.size)[self.comm.rank]
         self.held[key] = parallelise(load_shard(open_source(path), config, shard, getattr(torch, dtype), self.comm.device), config, self.comm)
-        return sum(p.nbytes for p in self.held[key].parameters())
+        return sum(t.nbytes for t in (*self.held[key].parameters(), *self.held[key].buffers()))
 
-    def open(self, key: int, model: int, kv_cache_dtype: str, num_blocks: int, block_size: int, windows: list, sinks: int) -> int:
+    def open(self, key: int, model: int, kv_cache_dtype: str, dtype: str, num_blocks: int, block_size: int, windows: list, sinks: int) -> int:
         "An executor with a pool of its own; the pool's bytes."
         from microgen.runtime import CacheExecutor, share_weights
         view, c = self.held[model], self.held[model].config
@@ -324,7 +324,7 @@ class Rank:
             view = share_weights(view)
             view.config = replace(c, windows=windows, attention_sinks=sinks)
             for layer, window in zip(view.layers, windows): layer.attn.window = window
-        pool = make_pool(kv_cache_dtype, len(view.layers), num_blocks, block_size, view.layers[0].attn.kv_heads, c.head_dim, dtype=view.lm_head.weight.dtype, device=self.comm.device)
+        pool = make_pool(kv_cache_dtype, len(view.layers), num_blocks, block_size, view.layers[0].attn.kv_heads, c.head_dim, dtype=getattr(torch, dtype), device=self.comm.device)
         self.held[key] = CacheExecutor(view, pool, self.comm.device)
         return pool.nbytes
 
@@ -616,7 +616,7 @@ class ParallelModel:
         view = SimpleNamespace(config=self.config, layers=())
         if window: limit_window(view, window, sinks)
         key = next(self.ranks.keys)
-        nbytes = self.ranks.call("open", key, self.key, kv_cache_dtype, num_blocks, block_size, view.config.windows, view.config.attention_sinks)
+        nbytes = self.ranks.call("open", key, self.key, kv_cache_dtype, str(self.dtype)[6:], num_blocks, block_size, view.config.windows, view.config.attention_sinks)
         return TensorParallelExecutor(self, key, nbytes)
 
     def close(self):

@@ -7,7 +7,7 @@ __all__ = ['BOS', 'EOS', 'END', 'SYS', 'SPECIALS', 'VOCAB', 'CHAT_TEMPLATE', 'ST
            'POOL10', 'POOL16', 'clone_model', 'edit_json', 'byte_chars', 'tok_tokenizer', 'spell', 'chain_model',
            'reference_model', 'logits_model', 'dist_model', 'pen_model', 'family_model', 'rand_model',
            'shard_checkpoint', 'topic_text', 'topic_prompts', 'reference_greedy', 'check_greedy', 'steady_prompts',
-           'arrivals']
+           'arrivals', 'random_step', 'filled_pool']
 
 # %% ../nbs/00_testing.ipynb #8b432014
 import contextlib, functools, inspect, json, multiprocessing.util, random, shutil, tempfile
@@ -422,3 +422,40 @@ def arrivals(n: int, rate: float, seed: int = 0) -> list[float]:
     if not rate > 0: raise ValueError(f"rate={rate}: allowed is any positive number of requests a second")
     rng, now = random.Random(seed), 0.0
     return [now := now + rng.expovariate(rate) for _ in range(n)]
+
+# %% ../nbs/00_testing.ipynb #72da67c4
+def random_step(
+    rng: random.Random,
+    block_size: int,
+    window: int | None = None, sinks: int = 0,  # blocks that no query sees are FREED
+    num_requests: int = 6,
+    max_len: int = 90,  # of a request after the step
+    decode: bool = False,  # True: every request brings one token
+):
+    "A `StepInput` of random requests, all token ids 0, and the number of blocks that its pool needs."
+    from microgen.attention import seen_blocks
+    from microgen.kv_cache import FREED, StepInput, blocks_needed
+    lengths = [rng.randint(1, max_len) for _ in range(num_requests)]
+    starts = [n - 1 if decode else rng.choice([n - 1, 0, rng.randrange(n)]) for n in lengths]
+    needed = [blocks_needed(n, block_size) for n in lengths]
+    free, step = rng.sample(range(sum(needed) + 3), sum(needed) + 3), StepInput()
+    for start, length, n in zip(starts, lengths, needed):
+        table, free = free[:n], free[n:]
+        step.add([0] * (length - start), start, length, table, block_size)
+        seen = seen_blocks(start, length, block_size, window, sinks)
+        step.block_tables[-1] = [b if i in seen else FREED for i, b in enumerate(table)]
+    return step, sum(needed) + 3
+
+# %% ../nbs/00_testing.ipynb #f560980a
+def filled_pool(step, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32,
+                kv_cache_dtype: str = "auto", num_layers: int = 1, device: "torch.device | str" = "cpu"):
+    "A KV pool with random content in every slot that `step` maps, and NaN (in an int8 pool: NaN scales) in all others."
+    from microgen.kv_cache import FREED, make_pool
+    pool = make_pool(kv_cache_dtype, num_layers, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+    for t in pool.storage():
+        if t.is_floating_point(): t.fill_(float("nan"))
+    slots = torch.tensor([table[p // block_size] * block_size + p % block_size for n, table in zip(step.seq_lens, step.block_tables)
+                          for p in range(n) if table[p // block_size] != FREED])
+    for layer in range(num_layers):
+        pool.write(layer, slots.to(device), *torch.randn(2, len(slots), kv_heads, head_dim).to(device, dtype))
+    return pool

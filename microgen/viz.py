@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['KINDS', 'PHASE_COLOURS', 'FREED', 'OWNERS', 'SVG_STYLE', 'KV_CSS', 'KV_STATES', 'KV_PLAYER', 'RUN_LOOKS', 'HATCH',
            'RUN_GAP', 'use_svg', 'svg_element', 'request_lanes', 'joined', 'scheduler_timeline', 'phase_totals',
-           'step_waterfall', 'kv_frame', 'kv_recorded', 'kv_events', 'owner_marks', 'block_owners', 'svg_page',
-           'kv_cells', 'kv_multiples', 'changes', 'kv_story', 'Picture', 'kv_block_map', 'prefix_blocks', 'prefix_runs',
-           'tree_places', 'run_text', 'run_box', 'draw_run', 'run_edge', 'prefix_tree']
+           'step_waterfall', 'floor_waterfall', 'kv_frame', 'kv_recorded', 'kv_events', 'owner_marks', 'block_owners',
+           'svg_page', 'kv_cells', 'kv_multiples', 'changes', 'kv_story', 'Picture', 'kv_block_map', 'prefix_blocks',
+           'prefix_runs', 'tree_places', 'run_text', 'run_box', 'draw_run', 'run_edge', 'prefix_tree']
 
 # %% ../nbs/19_viz.ipynb #bc755aef
 import hashlib
@@ -126,6 +126,27 @@ def step_waterfall(log: Iterable):
     bottom.stackplot(range(1, len(log) + 1), [[1000 * r.phases.get(n, 0.0) for r in log] for n in names],
                      colors=[PHASE_COLOURS.get(n, "0.5") for n in names], step="mid", lw=0)
     bottom.set(xlabel="step", ylabel="milliseconds", ylim=0)
+    return fig
+
+# %% ../nbs/19_viz.ipynb #eae67e20
+def floor_waterfall(
+    parts: Mapping[str, float],             # seconds of each part, in order
+    floors: Mapping[str, float],            # the least seconds of some of them
+    title: str = "",
+):
+    "Figure: where does a step's time go, and how much of it has to be?"
+    from matplotlib.figure import Figure
+    if not parts: raise ValueError("there are no parts to draw")
+    total, at = sum(parts.values()), 0.0
+    fig = Figure(figsize=(6, 0.7 + 0.2 * len(parts)), layout="constrained")
+    ax = fig.subplots()
+    for y, (part, seconds) in enumerate(parts.items()):
+        ax.barh(y, 1e3 * seconds, left=1e3 * at, color="#a6cee3", height=0.7)
+        ax.barh(y, 1e3 * min(seconds, floors.get(part, 0.0)), left=1e3 * at, color="#0072b2", height=0.7)
+        ax.annotate(f"{1e3 * seconds:.3g}", (1e3 * (at + seconds), y), (4, 0), textcoords="offset points", va="center")
+        at += seconds
+    ax.set(yticks=range(len(parts)), yticklabels=list(parts), ylim=(len(parts) - 0.5, -0.5), xlim=(0, 1.1e3 * total),
+           xlabel=f"milliseconds; {1e3 * sum(floors.values()):.3g} of {1e3 * total:.3g} are the floor (dark)", title=title)
     return fig
 
 # %% ../nbs/19_viz.ipynb #fc8da5c8

