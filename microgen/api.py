@@ -144,7 +144,7 @@ class Service:
         limiter: RateLimiter | None = None,
         max_waiting: int = 256,                   # choices that may wait, beyond those that run
         unread: int = 256,                        # outputs kept apart for a slow reader, see `Job`
-        stall: float = 60.0,                      # seconds that a reader may take for nothing at all
+        stall: float = 60.0,                      # seconds that a client may take, or send, nothing at all
     ):
         for name, n, least in (("max_waiting", max_waiting, 0), ("unread", unread, 1)):
             if type(n) is not int or n < least: raise ValueError(f"{name}={n!r} must be an integer, at least {least}")
@@ -154,6 +154,7 @@ class Service:
         self.llm, self.metrics, self.error, self.cutting = None, None, None, False
         self.state, self.lock = "loading", threading.Lock()       # then ready, draining; or failed
         self.jobs: set[Job] = set()
+        self.reading: set[asyncio.Task] = set()                   # visits whose body is still coming
         self.hang_up: Callable[[dict], None] = lambda scope: None   # break off the connection of an ASGI scope
         self.live, self.seats, self.noted, self.created = 0, 0, set(), int(time.time())
 
@@ -208,8 +209,9 @@ def note(self: Service, unknown: list[str]):
         log.warning("ignored unknown fields of requests: %s", ", ".join(loggable(n, 60) for n in new))
 
 def cut(self: Service):
-    "End every running request now; streams get their last chunk."
+    "End every running request now; streams get their last chunk, and who is still sending is refused."
     self.cutting = True
+    for task in self.reading: task.cancel()
     for job in list(self.jobs):
         if job.unfinished: job.engine.abort(list(job.unfinished))
 
@@ -227,16 +229,17 @@ Service.admit, Service.check_model, Service.note, Service.cut, Service.drain = a
 
 # %% ../nbs/17_api.ipynb #ca9512f9
 def characters(messages: list) -> int:
-    "Characters in the texts of a conversation, whatever else may be wrong with it."
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    parts = [p for c in contents for p in (c if isinstance(c, list) else [c])]
+    "Characters in a conversation, in whatever field a template may show, and whatever else may be wrong with it."
+    values = [v for m in messages if isinstance(m, dict) for v in m.values()]
+    parts = [p for v in values for p in (v if isinstance(v, list) else [v])]
     return sum(len(t) for p in parts if isinstance(t := p.get("text") if isinstance(p, dict) else p, str))
 
 def check_length(service: Service, prompt: str | list):
-    "Raise `APIError` (400) for a text or conversation that has more characters than the context can hold."
+    "Raise `APIError` (400) for a text or conversation that has more characters, or messages, than the context can hold."
     n, what = (len(prompt), "prompt") if isinstance(prompt, str) else (characters(prompt), "messages")
-    if n > service.longest_text:
-        raise APIError(400, f"{what} of {n} characters cannot fit into max_model_len={service.llm.max_model_len} tokens", "context_length_exceeded", what)
+    most, too_long = service.llm.max_model_len, n > service.longest_text
+    if too_long or what == "messages" and len(prompt) > most:
+        raise APIError(400, f"{what} of {f'{n} characters' if too_long else len(prompt)} cannot fit into max_model_len={most} tokens", "context_length_exceeded", what)
 
 # %% ../nbs/17_api.ipynb #315949ec
 def prepare(service: Service, body: Fields, params: SamplingParams, prompts: list, wanted: Callable[[], bool] = lambda: True) -> list[Generation]:
@@ -373,9 +376,9 @@ class Visit:
 
 # %% ../nbs/17_api.ipynb #1a9fb86d
 class Gate:
-    "ASGI middleware: key, body limit, last resort for errors, access log."
-    def __init__(self, app, keys: tuple[str, ...] = (), max_body: int = 4 * 2**20, cors: bool = False):
-        self.app, self.keys, self.max_body, self.cors = app, [k.encode() for k in keys], max_body, cors
+    "ASGI middleware: key, limits of a body's size and time, last resort for errors, access log."
+    def __init__(self, app, service: Service, keys: tuple[str, ...] = (), max_body: int = 4 * 2**20, cors: bool = False):
+        self.app, self.service, self.keys, self.max_body, self.cors = app, service, [k.encode() for k in keys], max_body, cors
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http": return await self.app(scope, receive, send)
@@ -392,6 +395,10 @@ class Gate:
             await self.app(scope, self.limited(scope, receive), outward)
         except APIError as e: error = e
         except ClientDisconnect: visit.status = 499                               # nobody is there to be told
+        except asyncio.CancelledError:
+            if not self.service.cutting or visit.status: raise
+            asyncio.current_task().uncancel()                                     # `cut` ended the wait for the rest of a body
+            error = self.service.trouble()
         except RecursionError: error = APIError(400, "the body is nested too deeply", "invalid_json")
         except Exception as e: error = self.unexpected(visit, e)
         try:
@@ -413,18 +420,27 @@ def check_key(self: Gate, scope) -> str:
     raise APIError(401, what, "invalid_api_key", None, "authentication_error", {"WWW-Authenticate": "Bearer"})
 
 def limited(self: Gate, scope, receive):
-    "`receive` that raises `APIError` (413) when the body is larger than allowed, having read (and forgotten) some more of it. One that says its size is refused at once."
+    """`receive` that raises `APIError`: 413 when the body is larger than allowed, having read (and forgotten) some more of it, and 408 when nothing of it comes for too long.
+
+    One that says its size is refused at once."""
+    service, task, whole = self.service, asyncio.current_task(), False
     size, too_large = 0, APIError(413, f"the body is larger than {self.max_body} bytes", "body_too_large")
     said = dict(scope["headers"]).get(b"content-length", b"")
     if said.isdigit() and (len(said) > 18 or int(said) > self.max_body): raise too_large
+    async def part():
+        nonlocal size, whole
+        service.reading.add(task)
+        try:
+            async with asyncio.timeout(service.stall): message = await receive()
+        except TimeoutError: raise APIError(408, f"nothing of the body came for {service.stall:g} seconds", "body_timeout") from None
+        finally: service.reading.discard(task)
+        size, whole = size + len(message.get("body", b"")), not message.get("more_body")
+        return message
     async def inward():
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
+        if whole: return await receive()                                          # the client leaves, some time
+        message = await part()
         if size <= self.max_body: return message
-        while message.get("more_body") and size < 4 * self.max_body:              # so that the client gets to hear it
-            message = await receive()
-            size += len(message.get("body", b""))
+        while not whole and size < 4 * self.max_body: await part()                # so that the client gets to hear it
         raise too_large
     return inward
 
@@ -600,7 +616,7 @@ class ErrorBody(BaseModel):
 
 ERRORS = {status: {"model": ErrorBody, "description": text} for status, text in {
     400: "not a valid request", 401: "no valid API key", 404: "no such model or path", 413: "the body is too large",
-    429: "over the rate limit; Retry-After says when", 503: "loading, overloaded, shutting down or broken"}.items()}
+    408: "nothing of the body came for too long", 429: "over the rate limit; Retry-After says when", 503: "loading, overloaded, shutting down or broken"}.items()}
 
 async def on_invalid(request: Request, e: RequestValidationError) -> JSONResponse:
     "The first few faults of a body, by their place."
@@ -645,13 +661,13 @@ def create_app(
     async def lifespan(app):
         if loader: threading.Thread(target=load, args=(service, loader), name="microgen-load", daemon=True).start()
         yield
-    app = FastAPI(title="MicroGen", version=__version__, lifespan=lifespan, responses=ERRORS)
+    app = FastAPI(title="MicroGen", version=__version__, redirect_slashes=False, lifespan=lifespan, responses=ERRORS)
     app.state.service = service
     app.openapi = lambda: openapi(app)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_middleware(Gate, keys=api_keys, max_body=max_body, cors=bool(cors_origins))
+    app.add_middleware(Gate, service=service, keys=api_keys, max_body=max_body, cors=bool(cors_origins))
     if cors_origins:                              # outermost: also a refusal must carry its headers
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
                            expose_headers=["x-request-id", "retry-after", *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))])
@@ -708,6 +724,7 @@ def uvicorn_server(app: FastAPI) -> Quiet:
 
 # %% ../nbs/17_api.ipynb #9000ce84
 _running: "weakref.WeakValueDictionary[int, Server]" = weakref.WeakValueDictionary()     # port -> the server of this process
+_threads: dict[int, threading.Thread] = {}                                               # port -> its thread, which may outlive it for a moment
 
 class Server:
     "A running server; `with` it, or `stop()` it. It also stops when the last reference to it is gone."
@@ -724,7 +741,7 @@ class Server:
             self.stop()
             raise
         if not self.thread.is_alive(): raise RuntimeError("the server did not start; its log says why")
-        _running[self.port] = self
+        _running[self.port], _threads[self.port] = self, self.thread
 
     @property
     def client(self):
@@ -749,7 +766,9 @@ class Server:
 def _run(loop: asyncio.AbstractEventLoop, server: Quiet, sock: socket.socket):
     asyncio.set_event_loop(loop)
     try: loop.run_until_complete(server.serve(sockets=[sock]))
-    finally: loop.close()
+    finally:
+        loop.close()
+        sock.close()
 
 # %% ../nbs/17_api.ipynb #51a4a25a
 def serve(
@@ -766,6 +785,7 @@ def serve(
     if port in _running and _running[port].thread.is_alive():
         print(f"MicroGen: the server that ran on port {port} is stopped; a new one takes its place", file=sys.stderr)
         _running[port].stop()
+    elif port in _threads: _threads[port].join()                  # nobody holds its server any more: it is on its way out
     return Server(app, host, port, next(iter(keys), None))
 
 # %% ../nbs/17_api.ipynb #8b00cf9a
@@ -824,6 +844,7 @@ def view(before: dict, now: dict, seconds: float) -> str:
 
 def watch(server: Server, every: float = 0.5):
     "A live view of `server`: a widget that follows it until it stops, or, without ipywidgets, one print."
+    if server.service.llm is None: raise RuntimeError(f"{server!r} is {'loading: watch it when it is ready' if server.thread.is_alive() else 'no longer running: serve again'}")
     now = server.service.llm.stats()
     try: from ipywidgets import HTML
     except ModuleNotFoundError: return print(view(now, now, 0.0))

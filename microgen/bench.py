@@ -186,8 +186,13 @@ def load_runs(path: str | Path) -> list[Run]:
         try: record = json.loads(line)
         except ValueError: raise ValueError(f"{path}, line {i}: not JSON") from None
         kind = record.pop("kind", None) if isinstance(record, dict) else None
-        if kind == "manifest": runs.append(Run(record, path=Path(path)))
-        elif kind == "sample" and runs: runs[-1].rows.append(record)
+        if kind == "manifest": runs.append(Run(record, path=Path(path))); seen = set()
+        elif kind == "sample" and runs:
+            block, arm, declared = record.get("block"), record.get("arm"), runs[-1].manifest
+            if type(block) is not int or block >= declared.get("N", 0) or arm not in declared.get("arms", ()):
+                raise ValueError(f"{path}, line {i}: its manifest declares no block {block!r:.40} with an arm {arm!r:.80}")
+            if (block, arm) in seen: raise ValueError(f"{path}, line {i}: block {block} has a sample of {arm!r} already")
+            seen.add((block, arm)); runs[-1].rows.append(record)
         else: raise ValueError(f"{path}, line {i}: expected a {'sample' if runs else 'manifest'}, found {kind!r}")
     return runs
 

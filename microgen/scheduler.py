@@ -30,6 +30,7 @@ class Request:
     cache_salt: str = ""                                # only requests with the same salt share cached blocks
     parent: "Request | None" = None                     # a request with the same prompt, whose blocks it may share
     output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)            # guesses that this step verifies; none between steps
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0                                 # tokens of its prompt that it did not have to compute
@@ -40,15 +41,16 @@ class Request:
     num_preemptions: int = 0
 
     @property
-    def num_tokens(self) -> int: return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def num_tokens(self) -> int: return len(self.prompt_token_ids) + len(self.output_token_ids) + len(self.draft_token_ids)
     @property
     def lag(self) -> int: return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, stop: int) -> list[int]:
         "Its tokens at positions `start` … `stop`-1."
         p = len(self.prompt_token_ids)
-        if start >= p: return self.output_token_ids[start - p:stop - p]
-        return self.prompt_token_ids[start:stop] + self.output_token_ids[:max(0, stop - p)]
+        after = self.output_token_ids + self.draft_token_ids if self.draft_token_ids else self.output_token_ids
+        if start >= p: return after[start - p:stop - p]
+        return self.prompt_token_ids[start:stop] + after[:max(0, stop - p)]
 
 # %% ../nbs/10_scheduler.ipynb #f9f08b2a
 class RequestQueue:
@@ -105,6 +107,7 @@ class Scheduler:
     def _continue_running(self, plan: Schedule):
         "Tokens for the running requests; preempts from the least urgent end where blocks run out."
         budget = self.max_num_batched_tokens
+        for r in self.running: r.draft_token_ids = []               # of a step that came to nothing
         for r in sorted(self.running, key=lambda r: (r.lag > 1, self.waiting.key(r))):
             while r.status is Status.RUNNING:
                 n = min(r.lag, budget)
@@ -148,9 +151,11 @@ class Scheduler:
         "The step has run: its tokens are in the cache. Full blocks get their names, and what left the window is freed."
         for r, n in plan.chunks.items():
             if r.status is not Status.RUNNING: continue            # taken out while the step ran
-            before, r.num_computed, r.block_copy = r.num_computed, r.num_computed + n, None
+            before, r.num_computed, r.block_copy = r.num_computed, min(r.num_computed + n, r.num_tokens), None
+            self._give_back(r)
             if self.cache: self._publish(r, before)
             if self.window: self._free_outside(r)
+            r.draft_token_ids = []
 
 # %% ../nbs/10_scheduler.ipynb #07b7a1c4
 def _outside(self: Scheduler, num_computed: int) -> range:
@@ -240,6 +245,29 @@ def _count(self: Scheduler, r: Request):
 
 Scheduler._take, Scheduler._count = _take, _count
 
+# %% ../nbs/10_scheduler.ipynb #f97ded03
+def make_room(self: Scheduler, plan: Schedule, wanted: dict[Request, int]) -> dict[Request, int]:
+    "How many of the `wanted` drafts each request of `plan` can have, with blocks reserved for them: what the others leave."
+    budget, granted = self.max_num_batched_tokens - plan.num_tokens, {}
+    for r, k in wanted.items():
+        until = r.num_computed + plan.chunks[r]
+        free = (len(r.block_table) + self.allocator.num_free) * self.block_size - until
+        k = min(k, budget, free, r.max_tokens - len(r.output_token_ids) - 1)       # the step itself brings one token
+        if k > 0 and self._reserve(r, until + k): granted[r] = k; budget -= k
+    return granted
+
+def add_drafts(self: Scheduler, plan: Schedule, r: Request, tokens: list[int]):
+    "Let `r` verify `tokens` in this step; there must be room for them."
+    r.draft_token_ids = list(tokens)
+    plan.chunks[r] += len(tokens)
+
+def _give_back(self: Scheduler, r: Request):
+    "Release the blocks behind its last token: wrong guesses had reached them."
+    keep = blocks_needed(r.num_tokens, self.block_size)
+    if len(r.block_table) > keep: self.allocator.release(r.block_table[keep:]); del r.block_table[keep:]
+
+Scheduler.make_room, Scheduler.add_drafts, Scheduler._give_back = make_room, add_drafts, _give_back
+
 # %% ../nbs/10_scheduler.ipynb #baf91ce7
 def room(self: Scheduler, prompt_len: int) -> int:
     "How many tokens can follow a prompt of `prompt_len` (the last one needs no cache slot); may be < 1."
@@ -282,6 +310,6 @@ def make_step(plan: Schedule, block_size: int) -> StepInput:
     for r, n in plan.chunks.items():
         if r.block_copy: step.block_copies.append(r.block_copy)
         start, prompt_len = r.num_computed, len(r.prompt_token_ids)
-        wanted = "all" if r.prompt_logits and start < prompt_len else "last" if n == r.lag else "none"
+        wanted = "all" if r.draft_token_ids or r.prompt_logits and start < prompt_len else "last" if n == r.lag else "none"
         step.add(r.tokens(start, start + n), start, prompt_len, r.block_table, block_size, wanted)
     return step

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'PHASE_COLOURS', 'FREED', 'OWNERS', 'SVG_STYLE', 'KV_CSS', 'KV_STATES', 'KV_PLAYER', 'RUN_LOOKS', 'HATCH',
-           'RUN_GAP', 'use_svg', 'svg_element', 'request_lanes', 'joined', 'scheduler_timeline', 'phase_totals',
-           'step_waterfall', 'floor_waterfall', 'kv_frame', 'kv_recorded', 'kv_events', 'owner_marks', 'block_owners',
-           'svg_page', 'kv_cells', 'kv_multiples', 'changes', 'kv_story', 'Picture', 'kv_block_map', 'prefix_blocks',
-           'prefix_runs', 'tree_places', 'run_text', 'run_box', 'draw_run', 'run_edge', 'prefix_tree']
+           'RUN_GAP', 'SOURCES', 'use_svg', 'svg_element', 'request_lanes', 'joined', 'scheduler_timeline',
+           'phase_totals', 'step_waterfall', 'floor_waterfall', 'kv_frame', 'kv_recorded', 'kv_events', 'owner_marks',
+           'block_owners', 'svg_page', 'kv_cells', 'kv_multiples', 'changes', 'kv_story', 'Picture', 'kv_block_map',
+           'prefix_blocks', 'prefix_runs', 'tree_places', 'run_text', 'run_box', 'draw_run', 'run_edge', 'prefix_tree',
+           'token_sources', 'acceptance_strip', 'acceptance_by_position', 'speedup_check']
 
 # %% ../nbs/19_viz.ipynb #bc755aef
 import hashlib
@@ -58,8 +59,9 @@ def request_lanes(
             lane = lanes.setdefault(rid, [])
             if rid in waiting and waiting[rid][1] < r.start: lane.append((*waiting[rid], r.start))
             waiting.pop(rid, None)
+        drafted = {rid: len(tokens) for rid, tokens, _ in getattr(r, "drafts", ())}
         for rid, n, _ in r.chunks:
-            kind = "prefill" if n > 1 or rid in r.admitted else "decode"
+            kind = "prefill" if n > 1 + drafted.get(rid, 0) or rid in r.admitted else "decode"
             lanes.setdefault(rid, []).append((kind, r.start, r.start + r.seconds))
     return lanes
 
@@ -504,3 +506,62 @@ def prefix_tree(runs: list[dict], decode: Callable[[list[int]], str] | None = No
         body.append(run_box(state, 12 + 122 * i, foot, 20, 14) + f'<text x="{37 + 122 * i}" y="{foot + 4:g}" class="s" font-size="10">{text}</text>')
     page, paper = (svg_page(wide, foot + 16, label, body, paper) for paper in (False, True))
     return Picture(f'<div style="overflow-x:auto"><div style="min-width:{min(wide, 520):g}px">{page}</div></div>', paper, label)
+
+# %% ../nbs/19_viz.ipynb #fb2d91be
+SOURCES = dict(guessed="#7fd1ae", corrected="#f2a07b", bonus="#8fc7ee", plain="#dddddd")    # of a token -> its colour
+
+def token_sources(log: Iterable, request_id: str, prompt_len: int) -> list[tuple[str, list[int]]]:
+    "Of each output token: one of `SOURCES`, and what was guessed in its place and after it in vain. Needs records of a request that was not preempted."
+    sources = []
+    for r in log:
+        drafts = next((d for d in r.drafts if d[0] == request_id), None)
+        if drafts is not None:
+            _, guessed, right = drafts
+            sources += [("guessed", [])] * right + [("bonus", []) if right == len(guessed) else ("corrected", guessed[right:])]
+        else: sources += [("plain", []) for rid, _, context in r.chunks if rid == request_id and context >= prompt_len]
+    return sources
+
+def acceptance_strip(
+    sources: list[tuple[str, list[int]]],     # from `token_sources`
+    tokens: list[int],                        # the output
+    decode: Callable[[list[int]], str],
+    label: str = "Where each token came from",
+    columns: int = 96,                        # letters a line
+) -> str:
+    "The text as SVG, each token in the colour of its source."
+    parts, x, y, counts = [], 0, 0, dict.fromkeys(SOURCES, 0)
+    for (source, vain), token in zip(sources, tokens):
+        text = decode([token]).replace("\n", "⏎")
+        if x + len(text) > columns: x, y = 0, y + 1
+        tip = f"<title>guessed in vain: {escape(decode(vain))}</title>" if vain else ""
+        parts.append(f'<g>{tip}<rect x="{7 * x:g}" y="{20 * y + 24}" width="{7 * max(len(text), 1) - 1}" height="17" rx="2" fill="{SOURCES[source]}"/>'
+                     f'<text x="{7 * x:g}" y="{20 * y + 36}" class="s c" font-family="monospace" xml:space="preserve" textLength="{7 * len(text) - 1}">{escape(text)}</text></g>')
+        x += max(len(text), 1); counts[source] += 1
+    for i, (source, colour) in enumerate(SOURCES.items()):
+        parts.append(f'<rect x="{150 * i}" width="14" height="14" fill="{colour}"/><text x="{150 * i + 20}" y="12" class="s">{source}: {counts[source]}</text>')
+    return svg_page(7 * columns + 2, 20 * y + 46, label, parts)
+
+# %% ../nbs/19_viz.ipynb #9f2c81f1
+def acceptance_by_position(positions: list[tuple[int, int]]):
+    "Figure: of the drafts at each place of a run, (proposed, accepted), which share was accepted?"
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(6, 2), layout="constrained")
+    ax = fig.subplots()
+    shares = [accepted / max(proposed, 1) for proposed, accepted in positions]
+    bars = ax.bar(range(1, len(positions) + 1), shares, color=SOURCES["guessed"])
+    ax.bar_label(bars, [proposed for proposed, _ in positions], fontsize=7, color="0.4")
+    ax.set(xlabel="place in the run (above: how often proposed)", ylabel="share accepted", ylim=(0, 1.12), xticks=range(1, len(positions) + 1))
+    return fig
+
+def speedup_check(points: Mapping[str, tuple[float, float]]):
+    "Figure: predicted against measured speed-up of each named point; on the line, theory and machine agree."
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(4, 3), layout="constrained")
+    ax = fig.subplots()
+    top = 1.1 * max(1.0, *(v for point in points.values() for v in point))
+    ax.plot([0, top], [0, top], color="0.6", lw=0.8)
+    for i, (name, (predicted, measured)) in enumerate(points.items()): ax.plot(predicted, measured, "o", color=f"C{i}", label=name)
+    ax.axhline(1, color="0.8", lw=0.6)
+    ax.set(xlabel="predicted speed-up", ylabel="measured speed-up", xlim=(0, top), ylim=(0, top))
+    ax.legend(fontsize=7)
+    return fig
