@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['HISTORY', 'as_matrix', 'unpad', 'PyTorchBackend', 'check_rows', 'check_cache', 'prefill', 'decode', 'sample_tokens',
-           'QuantizedPyTorchBackend']
+           'QuantizedPyTorchBackend', 'TensorParallelPyTorchBackend']
 
 # %% ../nbs/14_backends.ipynb #f4661087
 import random
 import torch
 from .devices import get_device, resolve_dtype
+from .engine import check_sizes
 from .models import Decoder
 from .quantization import check_quantization
 from .runtime import KVCacheState
 from .sampling import SamplingParams, SamplingRow, bad_word_ids, sample
+from .tensor_parallel import ParallelModel, rank_devices, shards, start_ranks, whole_config
 from .weights import DEFAULT_MODEL, load_config, load_model, load_tokenizer, resolve_model, stop_token_ids
 
 # %% ../nbs/14_backends.ipynb #c30338c5
@@ -66,9 +68,12 @@ class PyTorchBackend:
         hf_config = load_config(path, trust_remote_code)
         self._tokenizer = load_tokenizer(path, tokenizer, revision, trust_remote_code)
         self.stop_ids = stop_token_ids(path, self._tokenizer, hf_config)
-        self.model, self.weights_source = load_model(path, dtype, self.device.torch_device, trust_remote_code,
-                                                     quantization=self.quantization, tokenizer=self._tokenizer)
+        self.model, self.weights_source = self._read(path, dtype, trust_remote_code)
         return self
+
+    def _read(self, path, dtype: torch.dtype, trust_remote_code: bool):
+        "The model and what its weights are."
+        return load_model(path, dtype, self.device.torch_device, trust_remote_code, quantization=self.quantization, tokenizer=self._tokenizer)
 
     def _loaded(self):
         if self.model is None: raise RuntimeError("no model yet: call load_model(name) first")
@@ -190,3 +195,27 @@ class QuantizedPyTorchBackend(PyTorchBackend):
         check_quantization(quantization)
         super().__init__(device, seed)
         self.quantization = quantization
+
+# %% ../nbs/14_backends.ipynb #34903a7e
+class TensorParallelPyTorchBackend(PyTorchBackend):
+    "A `PyTorchBackend` over `world_size` processes. `devices` has one for each, names or `Device`s, several of them may be the same; default: CUDA devices, or the CPU for all."
+    def __init__(self, world_size: int = 2, devices=None, seed: int = 0):
+        check_sizes(dict(world_size=world_size), {})
+        every = rank_devices(get_device(), world_size) if devices is None else list(devices)
+        if len(every) != world_size: raise ValueError(f"devices={every} must name one device for each of world_size={world_size} processes")
+        self.devices, self.ranks = [get_device(d) for d in every], None
+        super().__init__(self.devices[0], seed)
+
+    def _read(self, path, dtype: torch.dtype, trust_remote_code: bool):
+        shards(whole_config(path, trust_remote_code)[0], len(self.devices))       # refused before a process starts
+        if self.ranks is None or self.ranks.failure: self.ranks = start_ranks(len(self.devices), [d.name for d in self.devices])
+        model = ParallelModel(self.ranks, path, dtype, trust_remote_code)
+        return model, model.source
+
+    def close(self):
+        "End the other processes. Caches of this backend can no longer be used."
+        if self.ranks: self.ranks.close()
+        self.model, self.ranks = None, None
+
+    def __enter__(self): return self
+    def __exit__(self, *exc): self.close()
