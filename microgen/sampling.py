@@ -55,8 +55,8 @@ def check_bias(bias) -> dict[int, float] | None:
         raise ValueError(f"logit_bias must be a dict of token id to bias, got {bias!r}")
     out = {}
     for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        token = check(f"logit_bias key {key!r}", token, Integral, lambda v: v >= 0, "a token id (a whole number from 0)")
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        token = check(f"logit_bias key {key!r:.80}", token, Integral, lambda v: v >= 0, "a token id (a whole number from 0)")
         out[token] = check(f"logit_bias[{key!r}]", value, Real, lambda v: -100 <= v <= 100, "a number from -100 to 100")
     return out
 
