@@ -838,7 +838,7 @@ Assistant: Use `find . -size +5M`. To sort them by size, pipe the result: `find 
 SELECT name, COUNT(*) FROM visits WHERE year >= 2019 GROUP BY name ORDER BY 2 DESC;
 {"id": 7, "tags": ["red", "blue"], "ok": true, "ratio": 0.25}
 Der Fluss war über Nacht gestiegen. Personne ne s'y attendait, pas même le vieux meunier.
-"""
+"""  # not measured: a text to read
 CALIBRATION_TOKENS = 256
 
 def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
