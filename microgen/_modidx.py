@@ -530,6 +530,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'microgen.models.as_tensors': ('models.html#as_tensors', 'microgen/models.py'),
                                  'microgen.models.config_from_hf': ('models.html#config_from_hf', 'microgen/models.py'),
                                  'microgen.models.gated': ('models.html#gated', 'microgen/models.py'),
+                                 'microgen.models.in_rows': ('models.html#in_rows', 'microgen/models.py'),
                                  'microgen.models.limit_window': ('models.html#limit_window', 'microgen/models.py'),
                                  'microgen.models.make_norm': ('models.html#make_norm', 'microgen/models.py'),
                                  'microgen.models.weight_map': ('models.html#weight_map', 'microgen/models.py')},
