@@ -36,7 +36,7 @@ lab: $(READY)
 
 bench: $(READY)
 	TQDM_DISABLE=1 $(BIN)/nbdev_test $(NB) --flags bench --n-workers 1 --cell-timeout 0 --save --timing
-	@$(BIN)/nbdev-clean
+	@$(BIN)/nbdev-clean --fname $(NB)
 
 clients:
 	@$(MAKE) --no-print-directory VENV=.venv-clients EXTRAS=dev,clients .venv-clients/.ready

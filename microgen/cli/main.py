@@ -40,6 +40,7 @@ MODEL_OPTIONS = [
     click.option("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=True, show_default=True, help="Reuse what prompts have in common."),
     click.option("--sliding-window", type=int, default=None, help="Tokens back that a token sees; allows texts beyond the model's context."),
     click.option("--attention-sinks", type=int, default=None, help="With a window: tokens at the start that stay in sight."),
+    click.option("--tensor-parallel-size", type=int, default=1, show_default=True, help="Processes, each with a device or its share of the cores, that share the model."),
     click.option("--speculative", "--speculative-config", "speculative_config", callback=speculation, default=None, help="Guess tokens and verify them: ngram, early_exit, or vLLM's JSON object, e.g. '{\"method\": \"draft_model\", \"model\": \"…\"}'."),
 ]
 SAMPLING_OPTIONS = [

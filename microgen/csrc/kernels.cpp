@@ -32,6 +32,9 @@ inline float wide(float x) { return x; }
 inline float wide(int8_t x) { return x; }
 inline float wide(bf16 x) { return value(uint32_t(x.bits) << 16); }
 inline float wide(f16 x) {
+#ifdef __F16C__
+    return _cvtsh_ss(x.bits);
+#endif
     uint32_t m = uint32_t(x.bits & 0x7fff) << 13;
     float v = (x.bits & 0x7c00) == 0x7c00 ? value(m | 0x7f800000) : value(m) * 0x1p112f;
     return x.bits & 0x8000 ? -v : v;
@@ -94,9 +97,15 @@ inline const float* floats(const void* x, int dtype, i64 n) {
 #define SEPARATE __attribute__((noinline))   // a function of its own gets the registers to itself
 constexpr i64 TILE = 64 << 10;   // bytes of weights that wait in the cache while all rows pass over them
 
-// R rows of activations from row r on, against the weights of outputs c ... end-1.
-template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end) {
-    for (; c + C <= end; c += C) kernel.template block<R, C>(r, c);
+inline void fetch(const void* p, i64 bytes) {   // ask for what will be read next
+    for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i);
+}
+// R rows of activations from row r on, against the weights of outputs c ... end-1, which the first strip of a tile brings in.
+template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end, i64 row_bytes) {
+    for (; c + C <= end; c += C) {
+        if (r == 0) fetch((const char*)kernel.w + (c + C) * row_bytes, C * row_bytes);
+        kernel.template block<R, C>(r, c);
+    }
     for (; c < end; c++)
         for (int i = 0; i < R; i++) kernel.template block<1, 1>(r + i, c);
 }
@@ -105,9 +114,9 @@ template <class K> void tiles(const K& kernel, i64 n, i64 out, i64 row_bytes, in
     split(out, 4, threads, [&](i64 first, i64 last) {
         for (i64 t = first; t < last; t += tile)
             for (i64 r = 0, end = std::min(last, t + tile); r < n;)
-                if (n - r >= 4) strip<4, 2>(kernel, r, t, end), r += 4;
-                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end), r += 2;
-                else strip<1, 4>(kernel, r, t, end), r += 1;
+                if (n - r >= 4) strip<4, 2>(kernel, r, t, end, row_bytes), r += 4;
+                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end, row_bytes), r += 2;
+                else strip<1, 4>(kernel, r, t, end, row_bytes), r += 1;
     });
 }
 
@@ -361,7 +370,12 @@ inline float softmax(float* s, i64 n, float& total) {
 
 // ---- attention ----
 constexpr int CHUNK = 256;         // keys of one task: fixed, so that a result does not depend on threads or neighbours
-struct Chunk { i64 n; int32_t pos[CHUNK]; i64 slot[CHUNK]; };
+struct Chunk {                     // the keys of a task: positions, rows of the pool, and (int8) scale and offset of key and value
+    i64 n;
+    int32_t pos[CHUNK];
+    i64 row[CHUNK];
+    float scale[2][CHUNK], offset[2][CHUNK];
+};
 
 template <class T> struct Attention {
     const void* q; int dtype; void* out;                      // [N, heads, d]
@@ -374,23 +388,31 @@ template <class T> struct Attention {
     i64 visible(i64 b) const { return queries[b] ? lens[b] - first(b) + std::min(sinks, first(b)) : 0; }
 
     // The keys number c * CHUNK and following, of those that request b may see: walk its table, a block at a time.
-    void find(i64 b, i64 c, Chunk& keys) const {
+    void find(i64 b, i64 c, i64 h, Chunk& chunk) const {
         i64 begin = first(b), sink = std::min(sinks, begin), n = std::min<i64>(CHUNK, visible(b) - c * CHUNK);
-        keys.n = 0;
+        chunk.n = 0;
         for (i64 i = c * CHUNK, end = i + n; i < end;) {
             i64 pos = i < sink ? i : i - sink + begin, block = tables[b * width + pos / block_size];
             i64 run = std::min(std::min(end, i < sink ? sink : end) - i, block_size - pos % block_size);
             if (block >= 0)
-                for (i64 j = 0; j < run; j++) { keys.pos[keys.n] = pos + j; keys.slot[keys.n++] = block * block_size + (pos + j) % block_size; }
+                for (i64 j = 0, slot = block * block_size + pos % block_size; j < run; j++) {
+                    chunk.pos[chunk.n] = pos + j;
+                    chunk.row[chunk.n++] = (slot + j) * kv_heads + h;
+                }
             i += run;
         }
+        if (!num_params) return;
+        for (i64 j = 0; j < chunk.n || j % VL; j++)
+            for (int which = 0; which < 2; which++) {
+                const f16* p = params + (chunk.row[j] * 2 + which) * num_params;
+                chunk.scale[which][j] = j < chunk.n ? wide(p[0]) : 0;
+                chunk.offset[which][j] = j < chunk.n && num_params == 2 ? wide(p[1]) : 0;
+            }
     }
-    const T* at(const T* pool, i64 slot, i64 h) const { return pool + (slot * kv_heads + h) * d; }
-    float param(i64 slot, i64 h, int which, int i) const { return wide(params[((slot * kv_heads + h) * 2 + which) * num_params + i]); }
 
     // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
     // unnormalised output [d], largest score, and sum of exponentials, for each.
-    template <int R> void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
+    template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
         i64 group = heads / kv_heads, n = chunk.n;
         float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R];
         i64 limit[R];
@@ -398,11 +420,11 @@ template <class T> struct Attention {
             i64 t = (row + r) / group, head = h * group + (row + r) % group;
             widen(q, dtype, ((starts[b] + t) * heads + head) * d, d, query[r]);
             limit[r] = lens[b] - queries[b] + t;
-            query_sum[r] = extra[r] = 0;
+            query_sum[r] = 0;
             for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
         }
         for (i64 j = 0; j < n; j += 2) {
-            const T *one = at(keys, chunk.slot[j], h), *two = at(keys, chunk.slot[std::min(j + 1, n - 1)], h);
+            const T *one = keys + chunk.row[j] * d, *two = keys + chunk.row[std::min(j + 1, n - 1)] * d;
             vf acc[R][2] = {};
             for (i64 i = 0; i < d; i += VL) {
                 vf k1 = load(one + i), k2 = load(two + i);
@@ -410,32 +432,39 @@ template <class T> struct Attention {
             }
             for (int r = 0; r < R; r++) { s[r][j] = sum(acc[r][0]); s[r][j + 1] = sum(acc[r][1]); }
         }
-        for (i64 j = 0; j < n; j++)
-            for (int r = 0; r < R; r++) {
-                if (num_params) s[r][j] *= param(chunk.slot[j], h, 0, 0);
-                if (num_params == 2) s[r][j] += query_sum[r] * param(chunk.slot[j], h, 0, 1);
-                i64 pos = chunk.pos[j];
-                if (queries[b] > 1 && (pos > limit[r] || (pos <= limit[r] - window && pos >= sinks))) s[r][j] = HIDDEN;
-            }
-        for (int r = 0; r < R; r++) part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
-        if (num_params)
-            for (i64 j = 0; j < n; j++)
-                for (int r = 0; r < R; r++) {
-                    if (num_params == 2) extra[r] += s[r][j] * param(chunk.slot[j], h, 1, 1);
-                    s[r][j] *= param(chunk.slot[j], h, 1, 0);
+        for (int r = 0; r < R; r++) {
+            if (num_params)
+                for (i64 j = 0; j < n; j++) s[r][j] = s[r][j] * chunk.scale[0][j] + query_sum[r] * chunk.offset[0][j];
+            if (queries[b] > 1)
+                for (i64 j = 0; j < n; j++)
+                    if (chunk.pos[j] > limit[r] || (chunk.pos[j] <= limit[r] - window && chunk.pos[j] >= sinks)) s[r][j] = HIDDEN;
+            part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
+            vf offsets = {};
+            if (num_params)
+                for (i64 j = 0; j < n; j += VL) {
+                    vf p = load(s[r] + j);
+                    offsets += p * load(chunk.offset[1] + j);
+                    store(s[r] + j, p * load(chunk.scale[1] + j));
                 }
-        for (i64 i = 0; i < d; i += VL) {
-            vf acc[R] = {};
-            for (i64 j = 0; j < n; j++) {
-                vf v = load(at(values, chunk.slot[j], h) + i);
-                for (int r = 0; r < R; r++) acc[r] += s[r][j] * v;
-            }
-            for (int r = 0; r < R; r++) store(part + r * part_stride + i, acc[r] + extra[r]);
+            extra[r] = sum(offsets);
         }
+        i64 i = 0;
+        for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, s, i, extra, part, part_stride);
+        for (; i < d; i += VL) add_values<R, 1>(chunk, s, i, extra, part, part_stride);
+    }
+    template <int R, int C> void add_values(const Chunk& chunk, const float (*s)[CHUNK + VL], i64 i, const float* extra, float* part, i64 part_stride) const {
+        vf acc[R][C] = {};
+        for (i64 j = 0; j < chunk.n; j++)
+            for (int c = 0; c < C; c++) {
+                vf v = load(values + chunk.row[j] * d + i + c * VL);
+                for (int r = 0; r < R; r++) acc[r][c] += s[r][j] * v;
+            }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) store(part + r * part_stride + i + c * VL, acc[r][c] + extra[r]);
     }
     void task(i64 b, i64 c, i64 h, float* part) const {       // part: [queries of b, heads, d + 2]
         Chunk chunk;
-        find(b, c, chunk);
+        find(b, c, h, chunk);
         i64 group = heads / kv_heads, stride = d + 2;
         for (i64 row = 0, rows = queries[b] * group; row < rows;) {
             // rows of one query token lie together; so do blocks of rows that do not cross into the next token
@@ -511,18 +540,19 @@ extern "C" void rms_norm(float* x, const float* add, const float* weight, float 
         }
     });
 }
+inline vf silu(vf x) {             // x / (1 + exp(-x)), by the exponential of -|x|
+    vf e = exponential(x < 0.f ? x : -x);
+    return (x < 0.f ? x * e : x) / (1.f + e);
+}
 // y [n, d] = silu(first half of a row of x [n, 2 * d]) * second half
 extern "C" void silu_mul(const float* x, i64 n, i64 d, float* y, int threads) {
     split(n, std::max<i64>(1, 16384 / d), threads, [=](i64 first, i64 last) {
-        for (i64 r = first; r < last; r++)
-            for (i64 i = 0; i < d; i += VL) {
-                size_t bytes = 4 * std::min<i64>(VL, d - i);
-                vf g = {}, u = {};
-                memcpy(&g, x + 2 * r * d + i, bytes);
-                memcpy(&u, x + (2 * r + 1) * d + i, bytes);
-                vf e = exponential(g < 0.f ? g : -g), out = (g < 0.f ? g * e : g) / (1.f + e) * u;
-                memcpy(y + r * d + i, &out, bytes);
-            }
+        for (i64 r = first; r < last; r++) {
+            const float *gate = x + 2 * r * d, *up = gate + d;
+            i64 i = 0;
+            for (; i + VL <= d; i += VL) store(y + r * d + i, silu(load(gate + i)) * load(up + i));
+            for (; i < d; i++) y[r * d + i] = silu(vf{gate[i]})[0] * up[i];
+        }
     });
 }
 // Turn the first `turned` of the heads of x [n, heads, d], in place: x * cos + (halves swapped) * sin, sin with its sign [n, d].
