@@ -67,7 +67,7 @@ def step_cost(
     return Cost(flops, weights * weight_bytes + 2 * kv * cache_bytes * (read + tokens * c.num_layers) + moved * act_bytes)
 
 # %% ../nbs/15_profiling.ipynb #3cc70e11
-PHASES = ("schedule", "prepare", "prefill", "decode", "sampling", "detokenise", "idle")
+PHASES = ("schedule", "draft", "prepare", "prefill", "decode", "sampling", "detokenise", "idle")
 
 @dataclass(frozen=True)
 class RequestTimes:
@@ -109,8 +109,10 @@ def split_chunks(p: Profile) -> list[tuple[list[tuple[int, int]], list[tuple[int
     "For each step the (tokens, context) of its prefill chunks and of its decode chunks."
     lens, result = _prompt_lens(p), []
     for r in p.records:
-        prefill, decode = [], []
-        for rid, n, context in r.chunks: (decode if n == 1 and context > lens.get(rid, 0) else prefill).append((n, context))
+        prefill, decode, drafted = [], [], {rid: len(tokens) for rid, tokens, _ in r.drafts}
+        for rid, n, context in r.chunks:
+            k = drafted.get(rid, 0)
+            (decode if n == 1 + k and context - k > lens.get(rid, 0) else prefill).append((n, context))
         result.append((prefill, decode))
     return result
 
@@ -156,7 +158,7 @@ def request_parts(p: Profile) -> dict[str, dict[str, float]]:
     def parts(g):
         m, found = g.metrics, dict.fromkeys(PARTS, 0.0)
         for r in {r.index: r for c in g.choices for r in steps.get(c.request.request_id, ())}.values():
-            found["prefill" if r.start < m.first_token_time else "decode"] += r.phases.get("forward", 0.0)
+            found["prefill" if r.start < m.first_token_time else "decode"] += r.phases.get("draft", 0.0) + r.phases.get("forward", 0.0)
             found["sampling"] += r.phases.get("sampling", 0.0)
             last = r.phases.get("detokenise", 0.0)                                 # its end is somewhere in this phase
             found["detokenise"] += min(last, max(0.0, m.finished_time - (r.start + r.seconds - last)))
@@ -356,7 +358,7 @@ def _phase_findings(p: Profile) -> list[Finding]:
     "Which phases take too large a share of the busy time."
     t, found = p.phases(), []
     busy = sum(t[k] for k in t if k != "idle") or 1.0
-    host = {k: t[k] / busy for k in ("schedule", "prepare", "detokenise")}
+    host = {k: t[k] / busy for k in ("schedule", "draft", "prepare", "detokenise")}
     share = lambda k: t[k] / busy
     if share("sampling") > LIMITS["sampling"]:
         found.append(Finding("sampling", f"sampling takes {share('sampling'):.0%} of the busy time",

@@ -98,7 +98,7 @@ def scheduler_timeline(log: Iterable, arrivals: Mapping[str, float] | None = Non
     return fig
 
 # %% ../nbs/19_viz.ipynb #87df95f7
-PHASE_COLOURS = dict(schedule="#cc79a7", prepare="#e69f00", forward="#0072b2", prefill="#0072b2", decode="#56b4e9",
+PHASE_COLOURS = dict(schedule="#cc79a7", draft="#999999", prepare="#e69f00", forward="#0072b2", prefill="#0072b2", decode="#56b4e9",
                      sampling="#009e73", detokenise="#f0e442", idle="#dddddd")
 
 def phase_totals(log: Iterable) -> dict[str, float]:
