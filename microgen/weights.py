@@ -486,7 +486,7 @@ class GGUFSource:
         return (f"GGUF {main}" + (f" (embeddings {embedding})" if embedding != main else "")
                 + ("" if main in ("F32", "F16", "BF16") else ", dequantised"))
 
-# %% ../nbs/08_weights.ipynb #7acdd486
+# %% ../nbs/08_weights.ipynb #b5675cb9
 def part(self: GGUFSource, name: str, rows: range, columns: range | None = None) -> torch.Tensor:
     "Some rows (and columns) of the tensor called `name`, as in `get`; only the blocks that cover them are dequantised."
     from gguf import GGML_QUANT_SIZES
