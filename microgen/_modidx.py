@@ -1162,6 +1162,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'microgen.testing.edit_json': ('testing.html#edit_json', 'microgen/testing.py'),
                                   'microgen.testing.family_model': ('testing.html#family_model', 'microgen/testing.py'),
                                   'microgen.testing.filled_pool': ('testing.html#filled_pool', 'microgen/testing.py'),
+                                  'microgen.testing.interpret_triton': ('testing.html#interpret_triton', 'microgen/testing.py'),
                                   'microgen.testing.logits_model': ('testing.html#logits_model', 'microgen/testing.py'),
                                   'microgen.testing.pen_model': ('testing.html#pen_model', 'microgen/testing.py'),
                                   'microgen.testing.rand_model': ('testing.html#rand_model', 'microgen/testing.py'),

@@ -8,7 +8,7 @@ __all__ = ['side_by_side', 'Capacity', 'read_config', 'plan_capacity']
 # %% ../nbs/11c_capacity.ipynb #8cbb6ed2
 from dataclasses import dataclass
 import torch
-from .devices import free_memory, get_device, resolve_dtype
+from .devices import compute_dtype, free_memory, get_device, resolve_dtype
 from .engine import check_kinds, check_memory, check_sizes, longest_text, num_pool_blocks
 from .kv_cache import BlockAllocator, block_bytes, blocks_needed, default_pool_bytes
 from .models import Decoder, ModelConfig, config_from_hf, limit_window
@@ -79,7 +79,8 @@ def plan_capacity(
     dtype, config = resolve_dtype(dtype, device), read_config(model, revision, trust_remote_code)
     with torch.device("meta"): net = Decoder(config)
     if sliding_window: limit_window(net, sliding_window, attention_sinks or 0)
-    weights = sum(p.numel() * dtype.itemsize for p in net.parameters())
+    wide = compute_dtype(dtype, device)              # of the norms
+    weights = sum(p.numel() * (wide if "norm" in name else dtype).itemsize for name, p in net.named_parameters())
     length, c = longest_text(net.config, max_model_len), net.config
     budget = max_num_batched_tokens or (512 if device.kind == "cpu" else 2048)
     seats = max_num_seqs or min(64, budget)

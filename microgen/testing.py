@@ -7,10 +7,10 @@ __all__ = ['BOS', 'EOS', 'END', 'SYS', 'SPECIALS', 'VOCAB', 'CHAT_TEMPLATE', 'ST
            'POOL10', 'POOL16', 'clone_model', 'edit_json', 'byte_chars', 'tok_tokenizer', 'spell', 'chain_model',
            'reference_model', 'logits_model', 'dist_model', 'pen_model', 'family_model', 'rand_model',
            'shard_checkpoint', 'topic_text', 'topic_prompts', 'reference_greedy', 'check_greedy', 'steady_prompts',
-           'arrivals', 'random_step', 'filled_pool']
+           'arrivals', 'random_step', 'filled_pool', 'interpret_triton']
 
 # %% ../nbs/00_testing.ipynb #8b432014
-import contextlib, functools, inspect, json, multiprocessing.util, random, shutil, tempfile
+import contextlib, functools, inspect, json, multiprocessing.util, os, random, shutil, sys, tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -459,3 +459,9 @@ def filled_pool(step, num_blocks: int, block_size: int, kv_heads: int, head_dim:
     for layer in range(num_layers):
         pool.write(layer, slots.to(device), *torch.randn(2, len(slots), kv_heads, head_dim).to(device, dtype))
     return pool
+
+# %% ../nbs/00_testing.ipynb #5341af51
+def interpret_triton():
+    "Let Triton interpret kernels from now on, also where it has been imported already (its compiled part stays)."
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [m for m in sys.modules if m.partition(".")[0] == "triton" and not m.startswith("triton._C")]: del sys.modules[name]
