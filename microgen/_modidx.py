@@ -113,6 +113,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'microgen/attention.py'),
                                     'microgen.attention.attention_sdpa': ('attention.html#attention_sdpa', 'microgen/attention.py'),
                                     'microgen.attention.decode_groups': ('attention.html#decode_groups', 'microgen/attention.py'),
+                                    'microgen.attention.padded_tables': ('attention.html#padded_tables', 'microgen/attention.py'),
                                     'microgen.attention.plan_attention': ('attention.html#plan_attention', 'microgen/attention.py'),
                                     'microgen.attention.repeat_kv': ('attention.html#repeat_kv', 'microgen/attention.py'),
                                     'microgen.attention.seen_blocks': ('attention.html#seen_blocks', 'microgen/attention.py')},

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_PADDING', 'MAX_GATHER', 'BEYOND', 'ATTENTION_BACKENDS', 'allowed', 'repeat_kv', 'attention_reference',
-           'AttentionGroup', 'decode_groups', 'seen_blocks', 'AttentionPlan', 'plan_attention', 'attend_group',
-           'attention_sdpa']
+           'AttentionGroup', 'decode_groups', 'seen_blocks', 'AttentionPlan', 'padded_tables', 'plan_attention',
+           'attend_group', 'attention_sdpa']
 
 # %% ../nbs/06_attention.ipynb #328c3e32
 from collections.abc import Callable
@@ -130,6 +130,11 @@ class AttentionPlan:
             slice(rows[0], rows[-1] + T) if consecutive else put(rows), T, S, put(blocks),
             put(request * (width * bs) + row) if len(row) else None,
             put(hidden) if hidden is not None and hidden.any() else None, causal)
+
+def padded_tables(step: StepInput, device: "torch.device | str" = "cpu") -> torch.Tensor:
+    "The block tables of `step` as a kernel reads them: int32 `[B, width]`, FREED beyond the end of a shorter one."
+    width = max(map(len, step.block_tables))
+    return torch.tensor([t + [FREED] * (width - len(t)) for t in step.block_tables], dtype=torch.int32, device=device)
 
 def plan_attention(step: StepInput, block_size: int, device: "torch.device | str" = "cpu", sinks: int = 0,
                    slots: torch.Tensor | None = None) -> AttentionPlan:       # `step.slot_mapping`, where it is a tensor already

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import microgen
 from . import quantization
-from .attention import ATTENTION_BACKENDS, AttentionPlan, attend_group, attention_reference, attention_sdpa, plan_attention
+from .attention import ATTENTION_BACKENDS, AttentionPlan, attend_group, attention_reference, attention_sdpa, padded_tables, plan_attention
 from .bench import cpu
 from .devices import cache_dir
 from .kv_cache import Int8KVPool, KVPool, StepInput
@@ -94,7 +94,9 @@ def threads() -> int:
     "Threads that a kernel may use."
     return 1 if forked else torch.get_num_threads()
 
-def address(x: torch.Tensor | None) -> int | None: return None if x is None else x.data_ptr()
+def address(x: torch.Tensor | None) -> int | None:
+    "Where the numbers of `x` begin, as ctypes passes it; None for none."
+    return None if x is None else x.data_ptr()
 
 def call_linear(library: ctypes.CDLL, name: str, x: torch.Tensor, weight: torch.Tensor, scales: tuple = (None,),
                 bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,12 +112,10 @@ MAX_QUERIES = 8     # longer chunks of a prompt go to PyTorch, whose kernels are
 def step_tables(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     "Block tables int32 `[B, width]`, and int32 `[3, B]`: lengths, queries (0 where another takes them), first rows."
     if "compiled" not in plan.made:
-        step, width = plan.step, max(map(len, plan.step.block_tables))
-        tables = torch.tensor([t + [-1] * (width - len(t)) for t in step.block_tables], dtype=torch.int32)
-        starts = [0]
+        step, starts = plan.step, [0]
         for n in step.query_lens: starts.append(starts[-1] + n)
         counts = [n if n <= MAX_QUERIES else 0 for n in step.query_lens]
-        plan.made["compiled"] = tables, torch.tensor([step.seq_lens, counts, starts[:-1]], dtype=torch.int32)
+        plan.made["compiled"] = padded_tables(step), torch.tensor([step.seq_lens, counts, starts[:-1]], dtype=torch.int32)
     return plan.made["compiled"]
 
 def call_attention(library: ctypes.CDLL, q: torch.Tensor, pool: KVPool, layer: int, plan: AttentionPlan, scale: float,
@@ -209,7 +209,9 @@ def int4_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero
 AMX_ROWS = 32
 
 @functools.cache
-def has_amx() -> bool: return "amx_int8" in cpu()[1]
+def has_amx() -> bool:
+    "Whether this processor multiplies tiles of int8 (AMX)."
+    return "amx_int8" in cpu()[1]
 
 def many(n: int) -> bool:
     "Whether `n` rows are for the library's int8 products."

@@ -12,8 +12,8 @@ import importlib.util
 import os
 from dataclasses import dataclass
 import torch
-from .attention import ATTENTION_BACKENDS, AttentionPlan
-from .kv_cache import FREED, KVPool
+from .attention import ATTENTION_BACKENDS, AttentionPlan, padded_tables
+from .kv_cache import KVPool
 
 # %% ../nbs/06b_triton_attention.ipynb #231cf80e
 def combine(parts: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,10 @@ class StepTables:
 def step_tables(plan: AttentionPlan) -> StepTables:
     "The tables of a plan, made at the first call."
     if "tables" not in plan.made:
-        step, width = plan.step, max(map(len, plan.step.block_tables))
+        step = plan.step
         tensor = lambda x: torch.tensor(x, dtype=torch.int32, device=plan.device)
-        padded = tensor([t + [FREED] * (width - len(t)) for t in step.block_tables])
         starts = tensor([0] + step.query_lens).cumsum(0, dtype=torch.int32)
-        plan.made["tables"] = StepTables(padded, tensor(step.seq_lens), starts, max(step.query_lens))
+        plan.made["tables"] = StepTables(padded_tables(step, plan.device), tensor(step.seq_lens), starts, max(step.query_lens))
     return plan.made["tables"]
 
 # %% ../nbs/06b_triton_attention.ipynb #09ff30a0
