@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DTYPES', 'Device', 'available_devices', 'get_device', 'cpu_has_bfloat16', 'resolve_dtype', 'free_memory', 'cpu_quota',
            'cpu_threads', 'use_threads', 'fast_dtypes', 'compute_dtype', 'Ceilings', 'best_seconds',
-           'measure_bandwidth', 'multiply', 'measure_gemm', 'cache_dir', 'fingerprint', 'recall', 'keep',
+           'measure_bandwidth', 'multiply', 'measure_gemm', 'cache_dir', 'fingerprint', 'recall', 'busy', 'keep',
            'measure_ceilings']
 
 # %% ../nbs/02_devices.ipynb #158d6606
@@ -226,8 +226,14 @@ def recall(cache: Path) -> dict[str, dict]:
     except (OSError, ValueError): return {}
     return known if isinstance(known, dict) else {}
 
+def busy() -> bool:
+    "Whether more wants to run on this machine than it has cores for (in the last minute): what is measured now may say little."
+    try: return os.getloadavg()[0] > (os.cpu_count() or 1)
+    except (AttributeError, OSError): return False                  # not known here
+
 def keep(cache: Path, code: str, found: dict):
-    "Add to the file, whole or not at all; where we may not write, it is measured again next time."
+    "Add to the file, whole or not at all, unless the machine is `busy`. What is not kept, or may not be written, is measured again next time."
+    if busy(): return
     part = cache.with_suffix(f".{os.getpid()}.part")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)

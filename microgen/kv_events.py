@@ -102,46 +102,49 @@ class KVEventPublisher:
         (socket.bind if any(name in endpoint for name in LOCAL) else socket.connect)(endpoint)
         return socket
 
-    def _run(self):
-        while not self.stopping.is_set():
-            self._publish(timeout=.05)
-            while self.replay and self.replay.poll(0): self._answer(self.replay.recv_multipart())
-        self._publish()
-        self.context.destroy(linger=500)                        # milliseconds for what is on its way
-
-    def _publish(self, timeout: float = 0.0):
-        "Send what is new, as one batch."
-        import msgspec
-        events, dropped = self.stream.since(self.seen, timeout)
-        self.seen += dropped + len(events)
-        wire = [dict(type="AllBlocksCleared")] * bool(dropped) + wire_events(events, self.block_size)
-        if not wire: return
-        try: payload = msgspec.msgpack.encode([time.time(), wire, 0])
-        except Exception as e:
-            if not self.failures: print(f"MicroGen: KV events cannot be encoded, readers are told that all was cleared: {e!r}", file=sys.stderr)
-            self.failures += 1
-            payload = msgspec.msgpack.encode([time.time(), [dict(type="AllBlocksCleared")], 0])
-        batch = self.topic, self.number.to_bytes(8, "big"), payload
-        self.number += 1
-        self.sent.append(batch)
-        self.pub.send_multipart(batch)
-
-    def _answer(self, request: list[bytes]):
-        "Send again what was sent since the number asked for."
-        *envelope, start = request                              # who asks, and an empty frame
-        for batch in self.sent:
-            if batch[1] >= start: self.replay.send_multipart((*envelope, *batch))
-        self.replay.send_multipart((*envelope, self.topic, END_OF_REPLAY, b""))
+    def address(self, which: str = "pub") -> str:
+        "The address that \"pub\" or \"replay\" is bound to, with the port that was chosen for a `*`."
+        import zmq
+        return getattr(self, which).getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
 
     def close(self):
         "Send the rest, stop the thread, free the address. Calling it again does no harm."
         self.stopping.set()
         if self.thread is not threading.current_thread(): self.thread.join()
 
-    def address(self, which: str = "pub") -> str:
-        "The address that \"pub\" or \"replay\" is bound to, with the port that was chosen for a `*`."
-        import zmq
-        return getattr(self, which).getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+# %% ../nbs/05a_kv_events.ipynb #968bb2ab
+def _run(self: KVEventPublisher):
+    while not self.stopping.is_set():
+        self._publish(timeout=.05)
+        while self.replay and self.replay.poll(0): self._answer(self.replay.recv_multipart())
+    self._publish()
+    self.context.destroy(linger=500)                        # milliseconds for what is on its way
+
+def _publish(self: KVEventPublisher, timeout: float = 0.0):
+    "Send what is new, as one batch."
+    import msgspec
+    events, dropped = self.stream.since(self.seen, timeout)
+    self.seen += dropped + len(events)
+    wire = [dict(type="AllBlocksCleared")] * bool(dropped) + wire_events(events, self.block_size)
+    if not wire: return
+    try: payload = msgspec.msgpack.encode([time.time(), wire, 0])
+    except Exception as e:
+        if not self.failures: print(f"MicroGen: KV events cannot be encoded, readers are told that all was cleared: {e!r}", file=sys.stderr)
+        self.failures += 1
+        payload = msgspec.msgpack.encode([time.time(), [dict(type="AllBlocksCleared")], 0])
+    batch = self.topic, self.number.to_bytes(8, "big"), payload
+    self.number += 1
+    self.sent.append(batch)
+    self.pub.send_multipart(batch)
+
+def _answer(self: KVEventPublisher, request: list[bytes]):
+    "Send again what was sent since the number asked for."
+    *envelope, start = request                              # who asks, and an empty frame
+    for batch in self.sent:
+        if batch[1] >= start: self.replay.send_multipart((*envelope, *batch))
+    self.replay.send_multipart((*envelope, self.topic, END_OF_REPLAY, b""))
+
+KVEventPublisher._run, KVEventPublisher._publish, KVEventPublisher._answer = _run, _publish, _answer
 
 # %% ../nbs/05a_kv_events.ipynb #70a9fb2c
 @dataclass(frozen=True)

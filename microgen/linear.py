@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TILE', 'ROWS', 'WAYS', 'plain', 'tile_buffer', 'widened', 'pack', 'packed', 'compiled', 'Linear', 'usable_ways',
-           'measure_ways', 'fastest_ways', 'least_seconds', 'way_times', 'use_fastest_ways', 'fastest_dtype']
+           'measure_ways', 'fastest_ways', 'least_seconds', 'agree', 'way_times', 'chosen_ways', 'use_fastest_ways',
+           'fastest_dtype']
 
 # %% ../nbs/06c_linear.ipynb #2be6a2e3
 import copy
@@ -106,11 +107,19 @@ def least_seconds(times: dict[str, list[float]]) -> list[float]:
     return [min(column) for column in zip(*times.values())]
 
 # %% ../nbs/06c_linear.ipynb #2cedecab
+def agree(first: dict[str, list[float]], again: dict[str, list[float]], most: float = 1.3) -> bool:
+    "Do two measurements tell the same, each time within a factor `most`? (Infinite ones were not measured.)"
+    pairs = [pair for name in first.keys() & again.keys() for pair in zip(first[name], again[name])]
+    return first.keys() == again.keys() and all(max(p) <= most * min(p) for p in pairs if math.isfinite(max(p)))
+
 @functools.lru_cache
 def _known_ways(code: str, device: Device, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, list[float]]:
     cache = cache_dir() / "linear.json"
     found = recall(cache).get(code)
-    if not _sound(found, names): keep(cache, code, found := measure_ways(device, dtype, names))
+    if not _sound(found, names):
+        first, again = (measure_ways(device, dtype, names) for _ in range(2))
+        found = {name: [*map(min, first[name], again[name])] for name in first if name in again}
+        if agree(first, again): keep(cache, code, found)
     return found
 
 def _sound(times, names) -> bool:
@@ -123,13 +132,17 @@ def way_times(device: Device, dtype: torch.dtype) -> dict[str, list[float]]:
     names = tuple(usable_ways(device, dtype))
     return _known_ways(f"{fingerprint(device)} {dtype} {' '.join(names)}", device, dtype, names)
 
+def chosen_ways(device: Device, dtype: torch.dtype, nbytes: int) -> tuple[tuple[float, str], ...]:
+    "`fastest_ways` for layers whose weights are `nbytes` of `dtype` on `device`: packed copies only where there is room for them."
+    if device.kind != "cpu": return ((math.inf, "plain"),)
+    room = free_memory(device) > 4 * nbytes
+    return fastest_ways({name: t for name, t in way_times(device, dtype).items() if room or name != "packed"},
+                        narrow=compute_dtype(dtype, device) != dtype)
+
 def use_fastest_ways(model: nn.Module, device: Device, dtype: torch.dtype):
     "Tell every `Linear` in `model`, whose weights are of `dtype` on `device`, the fastest ways."
-    if device.kind != "cpu": return
     layers = [m for m in model.modules() if isinstance(m, Linear)]
-    room = free_memory(device) > 4 * sum(layer.weight.nbytes for layer in layers)
-    found = fastest_ways({name: t for name, t in way_times(device, dtype).items() if room or name != "packed"},
-                         narrow=compute_dtype(dtype, device) != dtype)
+    found = chosen_ways(device, dtype, sum(layer.weight.nbytes for layer in layers)) if layers else ()
     for layer in layers:
         if "packed" in dict(found).values(): pack(layer)
         layer.ways = tuple((most, WAYS[name]) for most, name in found)

@@ -74,35 +74,38 @@ class PrefixCache(BlockAllocator):
             self._tell("stored", prefix)
         return prefix
 
-    def allocate(self, n: int) -> list[int]:
-        blocks = super().allocate(n)
-        for b in blocks:
-            if prefix := self.prefix_of.pop(b, None):
-                del self.block_of[prefix.hash]
-                self.evictions += self.block_size
-                self._tell("removed", prefix)
-        return blocks
-
-    def share(self, blocks: list[int]):
-        "One more reference to each of `blocks`, which must be in use or published."
-        if any(self.ref_counts[b] < 1 and b not in self.prefix_of for b in blocks): raise ValueError("share() of a block that holds nothing")
-        for b in blocks:
-            self.free.pop(b, None)
-            self.ref_counts[b] += 1
-
-    def touch(self, block: int):
-        "`block` was read once more (copied, say): if it is free, it is now the last to be reused."
-        if block in self.free: self.free.move_to_end(block)
-
-    def release(self, blocks: list[int]):
-        super().release(blocks)
-        for b in blocks:
-            if b in self.free and b not in self.prefix_of: self.free.move_to_end(b, last=False)
-
-    def reset(self):
-        "Forget all names; blocks in use stay in use."
-        self.block_of.clear(); self.prefix_of.clear()
-        self._tell("cleared", None)
-
     def _tell(self, what: str, prefix: Prefix | None):
         for listener in self.listeners: listener(what, prefix)
+
+# %% ../nbs/05_prefix_cache.ipynb #0c50294c
+def allocate(self: PrefixCache, n: int) -> list[int]:
+    blocks = BlockAllocator.allocate(self, n)
+    for b in blocks:
+        if prefix := self.prefix_of.pop(b, None):
+            del self.block_of[prefix.hash]
+            self.evictions += self.block_size
+            self._tell("removed", prefix)
+    return blocks
+
+def share(self: PrefixCache, blocks: list[int]):
+    "One more reference to each of `blocks`, which must be in use or published."
+    if any(self.ref_counts[b] < 1 and b not in self.prefix_of for b in blocks): raise ValueError("share() of a block that holds nothing")
+    for b in blocks:
+        self.free.pop(b, None)
+        self.ref_counts[b] += 1
+
+def touch(self: PrefixCache, block: int):
+    "`block` was read once more (copied, say): if it is free, it is now the last to be reused."
+    if block in self.free: self.free.move_to_end(block)
+
+def release(self: PrefixCache, blocks: list[int]):
+    BlockAllocator.release(self, blocks)
+    for b in blocks:
+        if b in self.free and b not in self.prefix_of: self.free.move_to_end(b, last=False)
+
+def reset(self: PrefixCache):
+    "Forget all names; blocks in use stay in use."
+    self.block_of.clear(); self.prefix_of.clear()
+    self._tell("cleared", None)
+
+PrefixCache.allocate, PrefixCache.share, PrefixCache.touch, PrefixCache.release, PrefixCache.reset = allocate, share, touch, release, reset

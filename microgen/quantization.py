@@ -73,7 +73,7 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return ((ours - reference).norm(dim=-1) / reference.norm(dim=-1).clamp(min=1e-30)).mean().item()
 
 # %% ../nbs/03_quantization.ipynb #845da4b9
-TILE = {"cpu": 1 << 18, "cuda": 1 << 24}         # weights that are float at the same time, by device
+TILE = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 62}   # weights that are float at the same time, by device (on meta none are)
 EXACT = (1 << 24) // QMAX**2                     # products of two codes whose sum float32 holds exactly
 
 def tiles(weight: torch.Tensor, width: int) -> list[slice]:

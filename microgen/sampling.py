@@ -93,6 +93,15 @@ _RANGES = {  # field: (kind, its test, what is allowed in words)
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}  # None is allowed
 
 # %% ../nbs/09_sampling.ipynb #1cee1b21
+def _check_together(p: "SamplingParams"):
+    if p.allowed_token_ids == []:
+        raise ValueError("allowed_token_ids must name at least one token, got []; None allows all")
+    if p.greedy and p.n > 1:
+        raise ValueError(f"n must be 1 when temperature is 0 (greedy answers are all the same), got {p.n}")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise ValueError(f"min_tokens must be at most max_tokens ({p.max_tokens}), got {p.min_tokens}")
+
+# %% ../nbs/09_sampling.ipynb #6377abed
 @dataclass(repr=False)
 class SamplingParams:
     """How one request wants its tokens chosen. Any bad value: ValueError naming field, value and what is allowed."""
@@ -131,33 +140,33 @@ class SamplingParams:
         self.bad_words = check_texts("bad_words", self.bad_words)
         self.logit_bias = check_bias(self.logit_bias)
         self.stop_token_ids = check_ids("stop_token_ids", self.stop_token_ids)
-        self._check_together()
-
-    def _check_together(self):
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = check_ids("allowed_token_ids", self.allowed_token_ids)
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must name at least one token, got []; None allows all")
-        if self.greedy and self.n > 1:
-            raise ValueError(f"n must be 1 when temperature is 0 (greedy answers are all the same), got {self.n}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        _check_together(self)
 
     @property
     def greedy(self) -> bool:
         """Argmax instead of a draw; top_p, top_k and min_p then have nothing to do."""
         return self.temperature < GREEDY_BELOW
 
-    def check_vocab(self, vocab_size: int):
-        """ValueError naming the first token id that the model does not have."""
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                if token >= vocab_size:
-                    raise ValueError(f"{name} names token {token}, but the vocabulary ends at {vocab_size - 1}")
+# %% ../nbs/09_sampling.ipynb #bad4af22
+def _told(self: SamplingParams) -> str:
+    told = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) not in (f.default, [])]
+    return f"SamplingParams({', '.join(told)})"
 
-    def __repr__(self):
-        told = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) not in (f.default, [])]
-        return f"SamplingParams({', '.join(told)})"
+
+SamplingParams.__repr__ = _told
+
+# %% ../nbs/09_sampling.ipynb #d882b37b
+def check_vocab(self: SamplingParams, vocab_size: int):
+    """ValueError naming the first token id that the model does not have."""
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token in getattr(self, name) or ():
+            if token >= vocab_size:
+                raise ValueError(f"{name} names token {token}, but the vocabulary ends at {vocab_size - 1}")
+
+
+SamplingParams.check_vocab = check_vocab
 
 # %% ../nbs/09_sampling.ipynb #5cff9f3a
 def noise(
@@ -287,11 +296,11 @@ def _padded(x: torch.Tensor, fill: float) -> torch.Tensor:
 
 def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest value of each row of `[R, V]` (NaN if there is one) and the lowest index that has it, both `[R]`."""
-    chunks = _padded(x, -math.inf).unflatten(1, (-1, CHUNK))
+    chunks = _padded(x, -math.inf).unflatten(1, (CHUNK, -1))
     tops = chunks.amax(-1)
     chunk = tops.argmax(-1)
     inside = chunks[torch.arange(len(x), device=x.device), chunk].argmax(-1)
-    return tops.amax(-1), chunk * CHUNK + inside
+    return tops.amax(-1), chunk * chunks.shape[2] + inside
 
 
 def _take(x: torch.Tensor, index: list[int]) -> torch.Tensor:
