@@ -266,7 +266,7 @@ class Decoder(nn.Module):
 
     def to_runtime(self, device: "torch.device | str") -> "Decoder":
         "Call once the weights are in: tie what is tied, choose what to compute in, and how, and build the rope frequencies."
-        if self.config.tie_word_embeddings: self.lm_head.weight = self.embed_tokens.weight
+        if self.config.tie_word_embeddings and self.lm_head.weight is not self.embed_tokens.weight: self.lm_head.weight = self.embed_tokens.weight
         self.rope = None if self.config.rope is None else Rope(self.config, device)
         table, device = self.embed_tokens.weight, get_device(str(device))
         dtype = table.dtype if table.is_floating_point() else self.norm.weight.dtype
