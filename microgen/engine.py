@@ -654,8 +654,6 @@ class LLM:
         if speculative_config is not None:
             from microgen.speculative import check_speculative, load_draft, make_speculator
             speculative_config = check_speculative(speculative_config)
-            if tensor_parallel_size > 1 and speculative_config["method"] == "early_exit":
-                raise ValueError(f"speculative_config: method='early_exit' does not go with {tensor_parallel_size=}, whose ranks would all have to draft; use ngram or draft_model")
         check_sizes(dict(block_size=block_size, tensor_parallel_size=tensor_parallel_size), dict(
                     num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens, sliding_window=sliding_window, attention_sinks=attention_sinks))
@@ -663,7 +661,6 @@ class LLM:
                     enable_prefix_caching=enable_prefix_caching), bool)
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
         check_quantization(quantization)
-        if quantization and tensor_parallel_size > 1: raise ValueError(f"{quantization=} does not go with {tensor_parallel_size=} yet; leave one of them out")
         events = kv_events_config(kv_events)
         if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.device = get_device(device)
@@ -719,7 +716,7 @@ class LLM:
             net, source = load_model(path, self.dtype, self.device.torch_device, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
             return net, source, sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         from microgen.tensor_parallel import load_parallel
-        net = load_parallel(path, self.dtype, self.device, ranks, trust_remote_code)
+        net = load_parallel(path, self.dtype, self.device, ranks, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
         return net, net.source, sum(net.weight_bytes)
 
     @property
@@ -765,6 +762,7 @@ class LLM:
 
     def save_quantized(self, folder: str):
         "Write the quantised model as a model folder, which `LLM(folder)` loads without quantising it again. Raises `ValueError`."
+        if self._parallel: raise ValueError("save_quantized: each process has only its part of the model; save it without tensor_parallel_size, and load the folder with it")
         save_quantized(self.engine.executor.model, self.path, folder, self.tokenizer)
 
 # %% ../nbs/11_engine.ipynb #6f819570
