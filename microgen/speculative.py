@@ -445,5 +445,7 @@ def make_speculator(config: dict, engine: Engine, draft: Decoder | None = None, 
         return Speculator(ModelDrafter(LocalExecutor(draft, own, pool.device), c.max_model_len, scheduler.max_num_batched_tokens, f"draft model {config['model']}"), k)
     layers, n = model.config.num_layers, config["exit_layer"] or max(1, model.config.num_layers // 2)
     if n >= layers: raise ValueError(f"speculative_config: exit_layer={n} must be below the model's {layers} layers")
-    return Speculator(ModelDrafter(LocalExecutor(first_layers(model, n), pool, pool.device), scheduler.max_model_len, scheduler.max_num_batched_tokens,
+    elsewhere = getattr(engine.executor, "first_layers", None)         # a model that several processes share
+    short = elsewhere(n) if elsewhere else LocalExecutor(first_layers(model, n), pool, pool.device)
+    return Speculator(ModelDrafter(short, scheduler.max_model_len, scheduler.max_num_batched_tokens,
                                    f"the first {n} of {layers} layers", own_cache=False), k)
