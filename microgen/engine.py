@@ -844,6 +844,9 @@ def _prepare_all(self: LLM, prompts: list, params, priority=0) -> list[Generatio
                 raise kind(f"prompt {len(done)}: {e}" if len(prompts) > 1 else str(e)) from None
     return done
 
+LLM._prepare_all = _prepare_all
+
+# %% ../nbs/11_engine.ipynb #8d993e7c
 def _as_list(prompts) -> list:
     "`prompts` as a list of single prompts."
     one = isinstance(prompts, (str, dict)) or (isinstance(prompts, (list, tuple)) and prompts and type(prompts[0]) is int)
@@ -874,7 +877,7 @@ def generate(self: LLM, prompts, sampling_params=None, use_tqdm: bool = True, pr
     "Continue `prompts`: str, list[str], list[int], list[list[int]], or dicts with `prompt_token_ids`. One output a prompt."
     return self._collect(self._prepare_all(_as_list(prompts), sampling_params, priority), use_tqdm)
 
-LLM._prepare_all, LLM._collect, LLM.generate = _prepare_all, _collect, generate
+LLM._collect, LLM.generate = _collect, generate
 
 # %% ../nbs/11_engine.ipynb #2f422316
 def _chat_prompts(self: LLM, messages) -> list[dict]:
