@@ -893,6 +893,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'microgen.speculative.NgramIndex': ('speculative.html#ngramindex', 'microgen/speculative.py'),
                                       'microgen.speculative.NgramIndex.__init__': ( 'speculative.html#ngramindex.__init__',
                                                                                     'microgen/speculative.py'),
+                                      'microgen.speculative.NgramIndex._likest': ( 'speculative.html#ngramindex._likest',
+                                                                                   'microgen/speculative.py'),
                                       'microgen.speculative.NgramIndex.after': ( 'speculative.html#ngramindex.after',
                                                                                  'microgen/speculative.py'),
                                       'microgen.speculative.NgramIndex.extend': ( 'speculative.html#ngramindex.extend',

@@ -116,21 +116,33 @@ def verify(
 # %% ../nbs/12_speculative.ipynb #531eb7ec
 class NgramIndex:
     "Where each n-gram of a growing text went on last, for n of `sizes`, longest first."
+    PLACES, LOOK = 8, 32        # of the longest n-grams: latest places that are compared, and tokens before each
     def __init__(self, sizes: range):
-        self.sizes, self.text, self.next = sizes, [], {}
+        self.sizes, self.text, self.next, self.earlier = sizes, [], {}, {}
 
     def extend(self, tokens: Iterable[int]):
         "More text."
         for t in tokens:
+            here = len(self.text)
             for n in self.sizes:
-                if n <= len(self.text): self.next[tuple(self.text[-n:])] = len(self.text)
+                if n > here: continue
+                gram = tuple(self.text[-n:])
+                if n == self.sizes[0] and (before := self.next.get(gram)): self.earlier[here] = before
+                self.next[gram] = here
             self.text.append(t)
 
     def find(self) -> tuple[int, int]:
         "Where the text went on after the longest known n-gram at its end, and its n; (0, 0) if there is none."
         for n in self.sizes:
-            if n < len(self.text) and (at := self.next.get(tuple(self.text[-n:]))): return at, n
+            if n < len(self.text) and (at := self.next.get(tuple(self.text[-n:]))): return self._likest(at) if n == self.sizes[0] else at, n
         return 0, 0
+
+    def _likest(self, at: int) -> int:
+        "Of the places with the same n-gram as `at`, the one before which most is as at the end; of equals the latest."
+        places = [at]
+        while len(places) < self.PLACES and (at := self.earlier.get(at)): places.append(at)
+        common = lambda at: next((j for j in range(self.LOOK) if j >= at or self.text[at - 1 - j] != self.text[-1 - j]), self.LOOK)
+        return max(places, key=common) if len(places) > 1 else places[0]
 
     def after(self, at: int, k: int) -> list[int]:
         "`k` tokens as the text goes on from place `at`, round and round."
