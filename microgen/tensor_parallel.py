@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['FRAME', 'FOREVER', 'PATIENCE', 'ERRORS', 'launched', 'USAGE', 'PURPOSES', 'cut', 'head_ranges', 'Shard', 'shards',
-           'shard_figure', 'kept', 'Part', 'parts', 'local_config', 'load_shard', 'stored_part', 'gloo_group',
-           'Communicator', 'all_reduce', 'gather', 'message', 'collect', 'ColumnParallelLinear', 'RowParallelLinear',
-           'VocabParallelEmbedding', 'parallelise', 'Rank', 'attempt', 'work', 'Worker', 'spawn', 'share_threads',
-           'unshare_threads', 'RankFailure', 'Ranks', 'run', 'call', 'fail', 'close', 'await_ranks', 'start_ranks',
-           'serve_parent', 'main', 'join_torchrun', 'run_program', 'whole_config', 'ParallelModel',
-           'TensorParallelExecutor', 'rank_devices', 'load_parallel', 'computing', 'overlap', 'communication_share',
-           'rank_timeline']
+           'shard_figure', 'kept', 'Part', 'parts', 'local_config', 'check_shapes', 'load_shard', 'stored_part',
+           'gloo_group', 'OutOfStep', 'Communicator', 'all_reduce', 'gather', 'message', 'collect',
+           'ColumnParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding', 'parallelise', 'read_config', 'Rank',
+           'attempt', 'work', 'Worker', 'spawn', 'share_threads', 'unshare_threads', 'RankFailure', 'Ranks', 'run',
+           'call', 'fail', 'close', 'await_ranks', 'start_ranks', 'serve_parent', 'main', 'join_torchrun',
+           'run_program', 'whole_config', 'ParallelModel', 'TensorParallelExecutor', 'rank_devices', 'load_parallel',
+           'computing', 'overlap', 'communication_share', 'rank_timeline']
 
 # %% ../nbs/13_tensor_parallel.ipynb #c5105ab6
 import bisect
@@ -148,6 +148,12 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     "The config of a `Decoder` that has just the size of `shard`."
     return replace(config, num_heads=len(shard.heads), num_kv_heads=len(shard.kv_heads), intermediate_size=len(shard.inner), vocab_size=len(shard.vocab))
 
+def check_shapes(source, config: ModelConfig) -> dict[str, torch.Size]:
+    "The shapes of the whole model's parameters. Raises `ValueError` naming a tensor of `source` that does not fit."
+    with torch.device("meta"): shapes = {name: p.shape for name, p in Decoder(config).named_parameters()}
+    for name, piece in weight_map(config).items(): check_piece(source, piece, config, shapes[name])
+    return shapes
+
 def load_shard(
     source, config: ModelConfig, shard: Shard,
     dtype: torch.dtype = torch.float32,      # of every parameter (quantised ones have formats of their own)
@@ -157,11 +163,8 @@ def load_shard(
     join: Callable = lambda model: model,    # … after this has made the shard one of them
 ) -> Decoder:
     "A `Decoder` of the size of `shard`, with its weights; of the others' nothing is read. Raises `ValueError` naming a tensor that does not fit."
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(config).named_parameters()}
-        model = Decoder(local_config(config, shard))
-    pieces = weight_map(config)
-    for name, piece in pieces.items(): check_piece(source, piece, config, shapes[name])
+    pieces, shapes = weight_map(config), check_shapes(source, config)
+    with torch.device("meta"): model = Decoder(local_config(config, shard))
     def read(block: str, dtype: torch.dtype = dtype):
         for name in [n for n in pieces if n.startswith(block)]:
             path, _, leaf = name.rpartition(".")
@@ -207,6 +210,9 @@ def gloo_group(store, rank: int, size: int, timeout: timedelta, local: bool):
     options._timeout, options._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
+class OutOfStep(RuntimeError):
+    "An error between two sums: in the next one, the others wait for this rank in vain."
+
 class Communicator:
     "One rank's way to the others. Counts collectives by purpose and, while `spans` is a list, keeps (purpose, begin, end) of each."
     def __init__(self, store, rank: int, size: int, device: "torch.device | str" = "cpu", timeout: float = 20.0, local: bool = True, nccl: bool = False):
@@ -233,10 +239,11 @@ class Communicator:
 
     @contextlib.contextmanager
     def patient(self):
-        "Within, a rank may keep the others waiting while it reads and quantises."
+        "Within, a rank may keep the others waiting while it reads and quantises. Raises `OutOfStep` for whatever goes wrong."
         self.data._set_default_timeout(PATIENCE)
         try: yield
-        finally: self.data._set_default_timeout(self.limit)
+        except Exception as e: raise OutOfStep(f"{type(e).__name__}: {e}") from e
+        self.data._set_default_timeout(self.limit)
 
 # %% ../nbs/13_tensor_parallel.ipynb #1a671261
 def all_reduce(self: Communicator, x: torch.Tensor, purpose: str) -> torch.Tensor:
@@ -348,27 +355,32 @@ def parallelise(model: Decoder, config: ModelConfig, comm: Communicator) -> Deco
     return model
 
 # %% ../nbs/13_tensor_parallel.ipynb #e3481ca2
+def read_config(config: dict) -> ModelConfig:
+    "What `asdict` made of a config, and a message of that, as a config again."
+    return ModelConfig(**config | dict(windows=tuple(config["windows"])))
+
 class Rank:
     "What one process holds, by number: models, and executors over them."
     def __init__(self, comm: Communicator): self.comm, self.held = comm, {}
 
     def load(self, key: int, path: str, config: dict, dtype: str, quantization: str | None = None, ids: list = (), stored: dict | None = None) -> list:
         "Read this rank's shard of the checkpoint at `path`, quantising it if that is wanted; its bytes, and the formats of its quantised layers."
-        config, source, dtype, device = ModelConfig(**config | dict(windows=tuple(config["windows"]))), open_source(path), getattr(torch, dtype), self.comm.device
+        config, source, dtype, device = read_config(config), open_source(path), getattr(torch, dtype), self.comm.device
         shard, join = shards(config, self.comm.size)[self.comm.rank], lambda model: parallelise(model, config, self.comm)
         if (quantization or stored) and device.type == "cpu": install()
         if stored:
             part = lambda name: stored_part(source, config, shard, stored["linears"], name)
             model = join(load_quantized(source, local_config(config, shard), stored, quantization, dtype, device, part)[0])
         else:
-            with self.comm.patient(): model = load_shard(source, config, shard, dtype, device, quantization, ids, join)
+            with self.comm.patient() if quantization else contextlib.nullcontext(): model = load_shard(source, config, shard, dtype, device, quantization, ids, join)
         self.held[key] = model
         found = getattr(model, "quantization", None)
         return [sum(t.nbytes for t in (*model.parameters(), *model.buffers())), found.linears if found else {}]
 
-    def look(self, path: str):
-        "Raise what keeps the checkpoint at `path` from being opened here."
-        open_source(path)
+    def look(self, path: str, config: dict, stored: dict | None = None):
+        "Raise what keeps the checkpoint at `path` from being loaded here."
+        source = open_source(path)
+        if not stored: check_shapes(source, read_config(config))
 
     def open(self, key: int, model: int, kv_cache_dtype: str, dtype: str, num_blocks: int, block_size: int, windows: list, sinks: int) -> int:
         "An executor with a pool of its own; the pool's bytes."
@@ -415,8 +427,9 @@ class Rank:
 ERRORS = {e.__name__: e for e in (ValueError, TypeError, MemoryError, OSError)}
 
 def attempt(rank: Rank, name: str, args: list) -> list:
-    "[result, None] of a method, or [None, [kind, text]] of the error that it raised."
+    "[result, None] of a method, or [None, [kind, text]] of the error that it raised. Raises `OutOfStep`."
     try: return [getattr(rank, name)(*args), None]
+    except OutOfStep: raise
     except Exception as e: return [None, [next((k.__name__ for k in type(e).__mro__ if k.__name__ in ERRORS), ""), f"{type(e).__name__}: {e}"]]
 
 def work(comm: Communicator):
@@ -664,7 +677,7 @@ class ParallelModel:
         self.config, self.source, stored = whole_config(path, trust_remote_code)
         self.shards, path = shards(self.config, ranks.size), os.path.abspath(path)
         ids = calibration_ids(tokenizer or load_tokenizer(path), self.config) if quantization and not stored else []
-        ranks.call("look", path)
+        ranks.call("look", path, asdict(self.config), stored)
         loaded = ranks.call("load", self.key, path, asdict(self.config), str(dtype)[6:], quantization, ids, stored)
         self.weight_bytes, mode = [n for n, _ in loaded], stored["mode"] if stored else quantization             # bytes of each rank
         if mode and not stored: self.source += f", then {mode}"
