@@ -198,18 +198,20 @@ class QuantizedPyTorchBackend(PyTorchBackend):
 
 # %% ../nbs/14_backends.ipynb #34903a7e
 class TensorParallelPyTorchBackend(PyTorchBackend):
-    "A `PyTorchBackend` over `world_size` processes. `devices` has one for each, names or `Device`s, several of them may be the same; default: CUDA devices, or the CPU for all."
-    def __init__(self, world_size: int = 2, devices=None, seed: int = 0):
+    "A `PyTorchBackend` over `world_size` processes. `devices` has one for each, names or `Device`s, several of them may be the same; default: CUDA devices, or the CPU for all. `quantization` as for `QuantizedPyTorchBackend`."
+    def __init__(self, world_size: int = 2, devices=None, seed: int = 0, quantization: str | None = None):
         check_sizes(dict(world_size=world_size), {})
+        check_quantization(quantization)
         every = rank_devices(get_device(), world_size) if devices is None else list(devices)
         if len(every) != world_size: raise ValueError(f"devices={every} must name one device for each of world_size={world_size} processes")
         self.devices, self.ranks = [get_device(d) for d in every], None
         super().__init__(self.devices[0], seed)
+        self.quantization = quantization
 
     def _read(self, path, dtype: torch.dtype, trust_remote_code: bool):
         shards(whole_config(path, trust_remote_code)[0], len(self.devices))       # refused before a process starts
         if self.ranks is None or self.ranks.failure: self.ranks = start_ranks(len(self.devices), [d.name for d in self.devices])
-        model = ParallelModel(self.ranks, path, dtype, trust_remote_code)
+        model = ParallelModel(self.ranks, path, dtype, trust_remote_code, quantization=self.quantization, tokenizer=self._tokenizer)
         return model, model.source
 
     def close(self):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['text_of', 'Detokenizer', 'StopStrings', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'merge', 'Choice',
            'Generation', 'PhaseClock', 'StepRecord', 'cache_salt', 'as_token_ids', 'FatalError', 'Engine',
-           'build_engine', 'failed', 'EngineThread', 'check_sizes', 'check_memory', 'check_kinds', 'check_together',
-           'longest_text', 'step_limits', 'num_pool_blocks', 'why_dtype', 'LLM']
+           'build_engine', 'failed', 'EngineThread', 'check_sizes', 'check_memory', 'check_kinds', 'longest_text',
+           'step_limits', 'num_pool_blocks', 'why_dtype', 'LLM']
 
 # %% ../nbs/11_engine.ipynb #a3232cdc
 import asyncio
@@ -611,14 +611,6 @@ def check_kinds(*values_and_kind):
         for name, value in values.items():
             if type(value) is not kind: raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else kind.__name__}")
 
-def check_together(tensor_parallel_size: int, quantization: str | None, speculation: dict | None, kv_events, enable_prefix_caching: bool):
-    "Raise `ValueError` for options that are fine alone and do not go together."
-    if tensor_parallel_size > 1 and quantization:
-        raise ValueError(f"{quantization=} does not go with {tensor_parallel_size=} yet; leave one of them out")
-    if tensor_parallel_size > 1 and speculation and speculation["method"] == "early_exit":
-        raise ValueError(f"speculative_config: method='early_exit' does not go with {tensor_parallel_size=}, whose ranks would all have to draft; use ngram or draft_model")
-    if kv_events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
-
 # %% ../nbs/11_engine.ipynb #49a21c42
 def longest_text(config, max_model_len: int | None) -> int:
     "The longest prompt + output: what is asked for, or the model's context. Raises `ValueError` beyond that, but warns only where a window bounds what is seen."
@@ -664,7 +656,7 @@ def speculation_config(config: dict | None) -> dict | None:
     from microgen.speculative import check_speculative
     return check_speculative(config)
 
-# %% ../nbs/11_engine.ipynb #4b0d877e
+# %% ../nbs/11_engine.ipynb #6bab2e71
 class LLM:
     "A model ready to generate. Use it as a context manager, or `close()` it, to give its memory back at once."
     def __init__(self,
@@ -698,7 +690,7 @@ class LLM:
         check_memory(kv_cache_dtype, sliding_window, attention_sinks, gpu_memory_utilization)
         check_quantization(quantization)
         speculation, events = speculation_config(speculative_config), kv_events_config(kv_events)
-        check_together(tensor_parallel_size, quantization, speculation, events and kv_events, enable_prefix_caching)
+        if events and not enable_prefix_caching: raise ValueError(f"{kv_events=} needs enable_prefix_caching=True")
         self.model, self.kv_cache_dtype, self.device = str(model), kv_cache_dtype, get_device(device)
         if self.device.kind == "cpu": use_threads()
         self.dtype, self.path = resolve_dtype(dtype, self.device), resolve_model(model, revision)
@@ -728,7 +720,7 @@ class LLM:
     def __exit__(self, *exc): self.close()
     def __repr__(self): return f"LLM({self.model!r}{', closed' if self._thread.closed else ''})"
 
-# %% ../nbs/11_engine.ipynb #f2c7f8bd
+# %% ../nbs/11_engine.ipynb #6e6f30bc
 def _tensor_bytes(net: torch.nn.Module) -> int: return sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
 
 def _load(self: LLM, trust_remote_code: bool, quantization: str | None, ranks: int):
@@ -738,7 +730,7 @@ def _load(self: LLM, trust_remote_code: bool, quantization: str | None, ranks: i
         self._parallel, self.weight_bytes = None, _tensor_bytes(net)
     else:
         from microgen.tensor_parallel import load_parallel
-        self._parallel = net = load_parallel(self.path, self.dtype, self.device, ranks, trust_remote_code)
+        self._parallel = net = load_parallel(self.path, self.dtype, self.device, ranks, trust_remote_code, quantization=quantization, tokenizer=self.tokenizer)
         self.weights_source, self.weight_bytes = net.source, sum(net.weight_bytes)
     self.quantization = getattr(net, "quantization", None)
     return net
@@ -798,7 +790,7 @@ def _introduction(self: LLM, why: str) -> str:
 
 LLM._introduction = _introduction
 
-# %% ../nbs/11_engine.ipynb #b37a43df
+# %% ../nbs/11_engine.ipynb #49da6c85
 def _engine(self: LLM) -> Engine:
     "The engine underneath (its step log, its counters). Look, but do not step it: the engine thread does."
     engine = self._thread.engine
@@ -828,6 +820,7 @@ def _stats(self: LLM) -> dict:
 
 def _save_quantized(self: LLM, folder: str):
     "Write the quantised model as a model folder, which `LLM(folder)` loads without quantising it again. Raises `ValueError`."
+    if self._parallel: raise ValueError("save_quantized: each process has only its part of the model; save it without tensor_parallel_size, and load the folder with it")
     save_quantized(self.engine.executor.model, self.path, folder, self.tokenizer)
 
 LLM.engine, LLM.close, LLM.reset_prefix_cache, LLM.stats, LLM.save_quantized = property(_engine), close, reset_prefix_cache, _stats, _save_quantized

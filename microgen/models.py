@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUPPORTED', 'ROPE_TYPES', 'ACTIVATIONS', 'ModelConfig', 'config_from_hf', 'Rope', 'in_rows', 'apply_rope', 'RMSNorm',
-           'LayerNorm', 'make_norm', 'Attention', 'gated', 'MLP', 'DecoderLayer', 'StepContext', 'Decoder', 'Piece',
-           'weight_map', 'limit_window', 'as_tensors', 'LocalExecutor']
+           'LayerNorm', 'make_norm', 'Attention', 'gated', 'MLP', 'DecoderLayer', 'StepContext', 'empty_table',
+           'Decoder', 'Piece', 'weight_map', 'limit_window', 'as_tensors', 'LocalExecutor']
 
 # %% ../nbs/07_models.ipynb #ef6b01f7
 import math
@@ -252,13 +252,17 @@ class StepContext:
     attention: Callable
     rope: tuple[torch.Tensor, torch.Tensor] | None
 
+def empty_table(rows: int, d: int) -> nn.Embedding:
+    "An embedding of zeros, to be filled. (To draw random values on the meta device, as `nn.Embedding` would, torch imports its whole compiler.)"
+    return nn.Embedding.from_pretrained(torch.zeros(rows, d), freeze=False)
+
 class Decoder(nn.Module):
     "The whole model. Build it on the meta device, fill its parameters, then call `to_runtime`."
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = None if config.rope is not None else nn.Embedding(config.max_position, config.hidden_size)
+        self.embed_tokens = empty_table(config.vocab_size, config.hidden_size)
+        self.embed_positions = None if config.rope is not None else empty_table(config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -266,7 +270,7 @@ class Decoder(nn.Module):
 
     def to_runtime(self, device: "torch.device | str") -> "Decoder":
         "Call once the weights are in: tie what is tied, choose what to compute in, and how, and build the rope frequencies."
-        if self.config.tie_word_embeddings: self.lm_head.weight = self.embed_tokens.weight
+        if self.config.tie_word_embeddings and self.lm_head.weight is not self.embed_tokens.weight: self.lm_head.weight = self.embed_tokens.weight
         self.rope = None if self.config.rope is None else Rope(self.config, device)
         table, device = self.embed_tokens.weight, get_device(str(device))
         dtype = table.dtype if table.is_floating_point() else self.norm.weight.dtype

@@ -13,8 +13,9 @@ __all__ = ['DEFAULT_MODEL', 'GGUF_NAME', 'PACKAGE', 'WHEEL_NAME', 'WHEEL_SIZE', 
            'part', 'load_config', 'llama3_factors', 'gguf_rope', 'gguf_config', 'gguf_pre_tokenizer', 'gguf_bpe',
            'gguf_tokenizer', 'load_tokenizer', 'stop_token_ids', 'part_rows', 'check_piece', 'as_floats', 'fill',
            'check_names', 'untie_if_different', 'open_source', 'load_model', 'message_text', 'check_messages',
-           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'fold', 'Quantization',
-           'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized', 'load_quantized']
+           'encode_prompt', 'render_chat', 'calibration_ids', 'smoothing', 'divide_outputs', 'place', 'fold',
+           'Quantization', 'attempt', 'quantize_layer', 'quantize_ends', 'quantize_while_reading', 'save_quantized',
+           'load_quantized']
 
 # %% ../nbs/08_weights.ipynb #3cd0c544
 import contextlib
@@ -750,7 +751,7 @@ def load_model(
                 setattr(module, leaf, nn.Parameter(out, requires_grad=False))
                 bar.update()
         if quantization is None: read("")
-        else: quantize_while_reading(model, read, quantization, tokenizer or load_tokenizer(path), dtype, device)
+        else: quantize_while_reading(model, read, quantization, calibration_ids(tokenizer or load_tokenizer(path), config), dtype, device)
     return model.to_runtime(device), source.describe() + (f", then {quantization}" if quantization else "")
 
 # %% ../nbs/08_weights.ipynb #826ab9bd
@@ -866,12 +867,16 @@ def divide_outputs(module: nn.Module, s: torch.Tensor):
     for t in (module.scale if isinstance(module, QuantizedLinear) else module.weight, module.bias if hasattr(module, "bias") else None):
         if t is not None: t[-len(s):].div_(s.view(-1, *[1] * (t.ndim - 1)))
 
+def place(layer: DecoderLayer, name: str) -> str:
+    "Where linear layer `name` of `layer` stands: within another module, where it is one process's part of a layer that several share."
+    return f"{name}.linear" if hasattr(layer.get_submodule(name), "linear") else name
+
 def fold(layer: DecoderLayer, name: str, s: torch.Tensor):
     "Divide the input of linear layer `name`, which stands in `layer` already, by `s`, as far ahead as possible."
     attn = layer.attn
     if name == "attn.o_proj": s = s.view(attn.kv_heads, -1, attn.head_dim)[:, 0].flatten()
-    if name == "mlp.down_proj" and not layer.mlp.gated: layer.mlp.down_proj.smooth = 1 / s
-    else: divide_outputs(layer.get_submodule(FOLLOWS[name]), s)
+    if name == "mlp.down_proj" and not layer.mlp.gated: layer.get_submodule(place(layer, name)).smooth = 1 / s
+    else: divide_outputs(layer.get_submodule(place(layer, FOLLOWS[name])), s)
 
 # %% ../nbs/08_weights.ipynb #1eba30a5
 @dataclass
@@ -891,13 +896,13 @@ def quantize_layer(layer: DecoderLayer, seen: dict[str, torch.Tensor], mode: str
     "Replace the linear layers of `layer`, whose inputs `[N, in]` on the calibration text are `seen`; name -> (format, error)."
     found = {}
     for name in LINEARS:
-        x, linear = seen[name], layer.get_submodule(name)
+        x, linear = seen[name], layer.get_submodule(place(layer, name))
         format = "int8-weight-only" if mode == "int4" and linear.in_features % GROUP else mode
         scales = [alpha and smoothing(layer, name, x.abs().amax(0), alpha) for alpha in ALPHAS] if mode == "int8" else [None]
         y = linear(x := x[::4])                                # enough to compare with
         error, quantised, s = min((attempt(linear, x, y, format, s) for s in scales), key=lambda tried: tried[0])
         if error > LIMITS.get(format, float("inf")): error, quantised, s = attempt(linear, x, y, "int8-weight-only")
-        layer.set_submodule(name, quantised)
+        layer.set_submodule(place(layer, name), quantised)
         if s is not None: fold(layer, name, s)
         found[name] = quantised.format, error
     return found
@@ -913,24 +918,30 @@ def quantize_ends(model: Decoder, read: Callable):
         read("lm_head.", torch.float32)
         model.lm_head = quantize_linear(model.lm_head, "int8-weight-only")
 
-def quantize_while_reading(model: Decoder, read: Callable, mode: str, tokenizer, dtype: torch.dtype, device: "torch.device | str"):
-    """Fill `model`, which stands on the meta device, with weights quantised as `mode` says; what stays float gets `dtype`.
-
-    `read(block, dtype)` fills the parameters whose names begin with `block`."""
-    c, found, seen, ids, step = model.config, {}, {}, calibration_ids(tokenizer, model.config), StepInput()
+def quantize_while_reading(
+    model: Decoder,                          # on the meta device; to be filled
+    read: Callable,                          # read(block, dtype) fills the parameters whose names begin with `block`
+    mode: str, ids: list[int],               # the format, and the tokens to calibrate with
+    dtype: torch.dtype,                      # of what stays float
+    device: "torch.device | str",
+    join: Callable = lambda model: None):    # called when both ends of the model are there: to make it one process's part of a shared one
+    "Fill `model` with weights that are quantised layer by layer, as the calibration text comes to them."
+    found, seen, step = {}, {}, StepInput()
     @torch.inference_mode(False)
     def before(layer, args):
         read(f"layers.{layer.attn.layer}.", torch.float32)
-        for name in LINEARS: layer.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0]}))
+        for name in LINEARS: layer.get_submodule(place(layer, name)).register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0]}))
     @torch.inference_mode(False)
     def after(layer, args, out):
         found.update({f"layers.{layer.attn.layer}.{name}": f for name, f in quantize_layer(layer, seen, mode).items()})
     quantize_ends(model, read)
+    table, c = model.to_runtime(device).embed_tokens, model.config
+    join(model)
     hooks = [hook for layer in model.layers for hook in (layer.register_forward_pre_hook(before), layer.register_forward_hook(after))]
     step.add(ids, 0, len(ids), list(range(blocks := blocks_needed(len(ids), 16))), 16)
-    LocalExecutor(model.to_runtime(device), make_pool("auto", c.num_layers, blocks, 16, c.num_kv_heads, c.head_dim, device=device), device).execute(step)
+    LocalExecutor(model, make_pool("auto", c.num_layers, blocks, 16, c.num_kv_heads, c.head_dim, device=device), device).execute(step)
     for hook in hooks: hook.remove()
-    model.embed_tokens.dtype, model.quantization = dtype, Quantization(mode, found)
+    table.dtype, model.quantization = dtype, Quantization(mode, found)
     for p in model.parameters(): p.data = p.data.to(dtype)
 
 # %% ../nbs/08_weights.ipynb #ce0564a2
@@ -951,11 +962,11 @@ def save_quantized(model: Decoder, path: str | Path, folder: str | Path, tokeniz
     hf.save_pretrained(folder)                                 # last: a folder without config.json is no model
 
 def load_quantized(source: SafetensorsSource, config: ModelConfig, stored: dict, mode: str | None, dtype: torch.dtype,
-                   device: "torch.device | str") -> tuple[Decoder, str]:
+                   device: "torch.device | str", part: Callable | None = None) -> tuple[Decoder, str]:     # part(name) reads a tensor; None: the whole one
     "The model of a folder that `save_quantized` wrote. Raises `ValueError` if `mode` asks for another format, or something is missing."
     if mode not in (None, stored["mode"]): raise ValueError(f"{source.path} is quantised as {stored['mode']} already, and {mode} cannot be made of that: leave quantization out")
     with torch.device("meta"): model = Decoder(config)
-    get = lambda name: source.get(full_name(name)).to(device, copy=True)
+    get = lambda name: (part or source.get)(full_name(name)).to(device, copy=True)
     held = lambda name: {kind: get(f"{name}.{kind}") for kind in ("weight", "scale", "zero", "bias", "smooth") if full_name(f"{name}.{kind}") in source.names()}
     linears = {name: (format, error) for name, (format, error) in stored["linears"].items()}
     try:
