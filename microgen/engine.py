@@ -297,6 +297,7 @@ class Engine:
         self.generations: dict[str, Generation] = {}
         self.log: deque[StepRecord] = deque(maxlen=log_size)
         self.counters = dict(steps=0, prompt_tokens=0, generated_tokens=0, cached_tokens=0, computed_tokens=0)
+        self.names: dict[int, str] = {}             # text of single tokens, as far as logprobs told them
 
     @property
     def has_work(self) -> bool: return self.scheduler.has_work
@@ -407,7 +408,9 @@ def _store_prompt_logprobs(self: Engine, g: Generation, start: int, logits: torc
             self._name_tokens(d) for d in prompt_logprobs(logits[:len(following)], following, g.params.prompt_logprobs)]
 
 def _name_tokens(self: Engine, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-    for token_id, lp in logprobs.items(): lp.decoded_token = self.tokenizer.decode([token_id])
+    for token_id, lp in logprobs.items():
+        if token_id not in self.names: self.names[token_id] = self.tokenizer.decode([token_id])
+        lp.decoded_token = self.names[token_id]
     return logprobs
 
 Engine._store_prompt_logprobs, Engine._name_tokens = _store_prompt_logprobs, _name_tokens
