@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'access_log', 'router', 'ERRORS', 'Job', 'receive', 'news', 'settle', 'close', 'loggable', 'several', 'Service',
-           'admit', 'check_model', 'note', 'cut', 'drain', 'characters', 'check_length', 'prepare', 'charge', 'begin',
-           'answer', 'unless_left', 'event', 'events', 'EventStream', 'Visit', 'Gate', 'error_response', 'check_key',
-           'limited', 'unexpected', 'service_of', 'completions', 'chat_completions', 'models', 'model', 'model_card',
-           'health', 'ready', 'metrics', 'version', 'server_info', 'model_info', 'reset_prefix_cache',
+           'trouble', 'admit', 'check_model', 'note', 'cut', 'drain', 'characters', 'check_length', 'prepare', 'charge',
+           'begin', 'answer', 'unless_left', 'event', 'events', 'EventStream', 'Visit', 'Gate', 'error_response',
+           'check_key', 'limited', 'unexpected', 'service_of', 'completions', 'chat_completions', 'models', 'model',
+           'model_card', 'health', 'ready', 'metrics', 'version', 'server_info', 'model_info', 'reset_prefix_cache',
            'TokenizeRequest', 'DetokenizeRequest', 'tokens_of', 'count_tokens', 'text_of', 'tokenize', 'detokenize',
            'ErrorDetail', 'ErrorBody', 'on_invalid', 'on_http_error', 'openapi', 'create_app', 'load', 'bind', 'url_of',
            'Quiet', 'uvicorn_server', 'Server', 'serve', 'run_server', 'banner', 'bar', 'view', 'watch']
@@ -29,6 +29,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Annotated, Any
 import uvicorn
@@ -136,6 +137,7 @@ def several(name: str, value) -> tuple[str, ...]:
     if not all(v.strip() for v in values): raise ValueError(f"{name} must not be empty or blank")
     return tuple(values)
 
+# %% ../nbs/17_api.ipynb #819c25b2
 class Service:
     "What all requests share. `llm` may be given later, see `open`."
     def __init__(self,
@@ -178,15 +180,15 @@ class Service:
         "Characters beyond which a text cannot fit: as many as the longest token has, for each token of the context."
         return self.llm.max_model_len * max(map(len, self.llm.tokenizer.get_vocab()))
 
-    def trouble(self) -> APIError | None:
-        "Why nobody can be served now, if so."
-        if self.state == "loading": return unavailable("the model is still loading", "loading", 2)
-        if self.state == "draining": return unavailable("the server is shutting down", "shutting_down", 10)
-        if self.state == "failed" or self.llm._thread.closed:
-            cause = type(self.error).__name__ if self.error else told(self.llm and self.llm._thread.cause or "it was closed")
-            return unavailable(f"the engine has stopped: {cause}", "engine_stopped", 60)
+# %% ../nbs/17_api.ipynb #880bf46e
+def trouble(self: Service) -> APIError | None:
+    "Why nobody can be served now, if so."
+    if self.state == "loading": return unavailable("the model is still loading", "loading", 2)
+    if self.state == "draining": return unavailable("the server is shutting down", "shutting_down", 10)
+    if self.state == "failed" or self.llm._thread.closed:
+        cause = type(self.error).__name__ if self.error else told(self.llm and self.llm._thread.cause or "it was closed")
+        return unavailable(f"the engine has stopped: {cause}", "engine_stopped", 60)
 
-# %% ../nbs/17_api.ipynb #75b31dce
 def admit(self: Service, size: int) -> Job:
     "Seats for `size` choices. Raises `APIError`: 503 when they are taken, 400 when there never are so many."
     if error := self.trouble(): raise error
@@ -201,6 +203,9 @@ def check_model(self: Service, name: str | None) -> str:
         raise APIError(404, f"the model {printable(name, 100)!r} does not exist; this server has {', '.join(self.names)}", "model_not_found", "model")
     return name
 
+Service.trouble, Service.admit, Service.check_model = trouble, admit, check_model
+
+# %% ../nbs/17_api.ipynb #81e4e77d
 def note(self: Service, unknown: list[str]):
     "Say once for each name that a field of a request was ignored."
     new = [n for n in unknown if n not in self.noted][:100]
@@ -225,7 +230,7 @@ async def drain(self: Service, grace: float) -> bool:
     while self.jobs and time.monotonic() < end: await asyncio.sleep(0.01)
     return whole
 
-Service.admit, Service.check_model, Service.note, Service.cut, Service.drain = admit, check_model, note, cut, drain
+Service.note, Service.cut, Service.drain = note, cut, drain
 
 # %% ../nbs/17_api.ipynb #ca9512f9
 def characters(messages: list) -> int:
@@ -735,11 +740,7 @@ class Server:
         self.thread = threading.Thread(target=_run, args=(self.loop, self.uvicorn, self.sock), name="microgen-server", daemon=True)
         self.thread.start()
         self._finalizer = weakref.finalize(self, setattr, self.uvicorn, "should_exit", True)
-        try:
-            while not self.uvicorn.started and self.thread.is_alive(): time.sleep(0.005)
-        except BaseException:                     # interrupted
-            self.stop()
-            raise
+        while not self.uvicorn.started and self.thread.is_alive(): time.sleep(0.005)
         if not self.thread.is_alive(): raise RuntimeError("the server did not start; its log says why")
         _running[self.port], _threads[self.port] = self, self.thread
 
@@ -752,7 +753,7 @@ class Server:
 
     def stop(self, grace: float = 0.0):
         "Let running requests finish for up to `grace` seconds, end them, and give the port back. The model stays."
-        if self.thread.is_alive() and self.uvicorn.started:
+        if self.thread.is_alive():
             with contextlib.suppress(RuntimeError): asyncio.run_coroutine_threadsafe(self.service.drain(grace), self.loop).result()
         self.uvicorn.should_exit = True
         self.thread.join()
@@ -786,7 +787,20 @@ def serve(
         print(f"MicroGen: the server that ran on port {port} is stopped; a new one takes its place", file=sys.stderr)
         _running[port].stop()
     elif port in _threads: _threads[port].join()                  # nobody holds its server any more: it is on its way out
-    return Server(app, host, port, next(iter(keys), None))
+    made, given_up = Future(), threading.Event()
+    def make():
+        try: made.set_result(Server(app, host, port, next(iter(keys), None)))
+        except BaseException as e: made.set_exception(e)
+        if given_up.is_set() and not made.exception(): made.result().stop()
+    maker = threading.Thread(target=make, name="microgen-serve", daemon=True)
+    try:
+        maker.start()
+        return made.result()
+    except KeyboardInterrupt:
+        given_up.set()
+        with contextlib.suppress(RuntimeError): maker.join()      # it may only be about to begin
+        if made.done() and not made.exception(): made.result().stop()
+        raise
 
 # %% ../nbs/17_api.ipynb #8b00cf9a
 def run_server(
@@ -811,8 +825,8 @@ async def _until_told(service: Service, server: Quiet, sock: socket.socket, grac
         if len(signals) > 1: service.cutting = server.force_exit = True
     def forward(number, _):
         with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(on_signal, number)       # it may have ended already
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, forward)
+    ours = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, forward) for number in ours}
     running = asyncio.create_task(server.serve(sockets=[sock]))
     say(f"loading; {url} answers 503 until the model is there")
     while service.state == "loading" and not told.is_set(): await asyncio.sleep(0.02)
@@ -821,6 +835,7 @@ async def _until_told(service: Service, server: Quiet, sock: socket.socket, grac
     whole = await service.drain(grace)
     server.should_exit = True
     await running
+    for number, handler in before.items(): signal.signal(number, handler)
     if service.error is not None: raise service.error
     return 0 if whole else 1
 

@@ -6,14 +6,17 @@
 __all__ = ['MODEL_OPTIONS', 'SAMPLING_OPTIONS', 'SERVER_OPTIONS', 'speculation', 'with_options', 'split_options', 'read_prompt',
            'BatchLine', 'read_line', 'read_jsonl', 'summary', 'as_json', 'check_finished', 'run_one', 'run_file',
            'check_model', 'check_output', 'cli', 'generate', 'run_profile', 'profile_command', 'JsonLines',
-           'start_logging', 'check_keys', 'serve_command', 'read_turn', 'reply_to', 'chat_command', 'bench_command',
-           'main']
+           'start_logging', 'check_keys', 'stoppable', 'serve_command', 'read_turn', 'reply_to', 'chat_command',
+           'bench_command', 'main']
 
 # %% ../../nbs/18_cli.ipynb #65787e2e
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 import click
@@ -284,6 +287,17 @@ def check_keys(keys: tuple[str, ...]):
     if unset or not all(k.strip() for k in keys):
         raise click.UsageError(f"{'MICROGEN_API_KEY' if unset else '--api-key'} is empty: give a key, or leave it out for a server without one")
 
+@contextlib.contextmanager
+def stoppable():
+    """Within, Ctrl-C and SIGTERM end the process at once, with code 0: there is nothing yet that would have to be finished.
+
+    An exception, which is what Python makes of Ctrl-C, can get lost while modules are imported; and the first process of a container would not get a SIGTERM at all."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in numbers}
+    try: yield
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
+
 @cli.command("serve")
 @with_options(SERVER_OPTIONS + MODEL_OPTIONS)
 def serve_command(host, port, api_key, rpm, tpm, global_rpm, global_tpm, served_model_name, chat_template, max_num_seqs, max_waiting, max_body,
@@ -296,13 +310,14 @@ def serve_command(host, port, api_key, rpm, tpm, global_rpm, global_tpm, served_
     def load():
         from microgen.engine import LLM
         return LLM(max_num_seqs=max_num_seqs, **model_options)
-    from microgen.api import run_server
-    from microgen.rate_limit import RateLimiter
-    limiter = RateLimiter(rpm, tpm, global_rpm, global_tpm) if any((rpm, tpm, global_rpm, global_tpm)) else None
-    code = run_server(load, host, port, limiter=limiter, api_keys=api_key, names=served_model_name, chat_template=template, max_waiting=max_waiting,
-                      max_body=max_body, cors_origins=cors_origin, grace=grace, say=lambda text: click.echo(text, err=True))
-    sys.stderr.flush()
-    os._exit(code)                                          # at once: a model may still be loading, a last step running
+    with stoppable():
+        from microgen.api import run_server
+        from microgen.rate_limit import RateLimiter
+        limiter = RateLimiter(rpm, tpm, global_rpm, global_tpm) if any((rpm, tpm, global_rpm, global_tpm)) else None
+        code = run_server(load, host, port, limiter=limiter, api_keys=api_key, names=served_model_name, chat_template=template, max_waiting=max_waiting,
+                          max_body=max_body, cors_origins=cors_origin, grace=grace, say=lambda text: click.echo(text, err=True))
+        sys.stderr.flush()
+        os._exit(code)                                      # at once: a model may still be loading, a last step running
 
 # %% ../../nbs/18_cli.ipynb #67bce7b6
 def read_turn(tty: bool) -> str | None:
