@@ -473,7 +473,7 @@ _before: list[int] = []                 # threads of this process before it bega
 def share_threads(size: int) -> int:
     "Let this process compute with its share of the threads, which is returned."
     _before.append(_before[0] if _before else torch.get_num_threads())
-    torch.set_num_threads(max(1, _before[0] // size))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), _before[0] // size)))         # a larger group may live already
     return torch.get_num_threads()
 
 def unshare_threads():
