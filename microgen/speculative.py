@@ -231,7 +231,9 @@ def _read(self: ModelDrafter, plan: Schedule, granted: dict[Request, int]) -> tu
     windowed = self.executor.model.config.window is not None           # what is put off there cannot be read later
     for r, n in plan.chunks.items():
         start, stop = self._unread(r), r.num_computed + n
-        if r.block_copy and self.own_cache: step.block_copies.append(r.block_copy)
+        if r.block_copy and (self.own_cache or granted):
+            step.block_copies.append(r.block_copy)
+            if not self.own_cache: r.block_copy = None                   # done for the target, too: guesses may be written where it came from
         if r not in granted and not (self.own_cache and (windowed or r.num_computed < len(r.prompt_token_ids))): continue
         reach = min(stop, self.longest, start + budget)
         if reach <= start: continue
