@@ -463,7 +463,7 @@ def spawn(setup: dict, threads: int) -> Worker:
     log, root = tempfile.TemporaryFile(), str(Path(microgen.__path__[0]).resolve().parent)
     env = os.environ | dict(MICROGEN_RANK=json.dumps(setup), PYTHONPATH=os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     if threads: env["OMP_NUM_THREADS"] = str(threads)
-    process = subprocess.Popen([sys.executable, "-m", "microgen.tensor_parallel"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
+    process = subprocess.Popen([sys.executable, "-P", "-m", "microgen.tensor_parallel"], stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
                                start_new_session=True)                    # Ctrl-C is for this process to deal with
     return Worker(process, log)
 
