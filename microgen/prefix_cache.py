@@ -79,6 +79,7 @@ class PrefixCache(BlockAllocator):
 
 # %% ../nbs/05_prefix_cache.ipynb #0c50294c
 def allocate(self: PrefixCache, n: int) -> list[int]:
+    "`n` free blocks, the longest unused first; what was cached in them is forgotten. Raises `OutOfBlocks`."
     blocks = BlockAllocator.allocate(self, n)
     for b in blocks:
         if prefix := self.prefix_of.pop(b, None):
@@ -99,6 +100,7 @@ def touch(self: PrefixCache, block: int):
     if block in self.free: self.free.move_to_end(block)
 
 def release(self: PrefixCache, blocks: list[int]):
+    "One reference less to each of `blocks`; of those that become free, the ones without a name are reused first."
     BlockAllocator.release(self, blocks)
     for b in blocks:
         if b in self.free and b not in self.prefix_of: self.free.move_to_end(b, last=False)

@@ -6,7 +6,7 @@
 __all__ = ['FRAME', 'FOREVER', 'PATIENCE', 'ERRORS', 'launched', 'USAGE', 'PURPOSES', 'cut', 'head_ranges', 'Shard', 'shards',
            'shard_figure', 'kept', 'Part', 'parts', 'local_config', 'check_shapes', 'load_shard', 'stored_part',
            'gloo_group', 'OutOfStep', 'Communicator', 'all_reduce', 'gather', 'message', 'collect',
-           'ColumnParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding', 'parallelise', 'read_config', 'Rank',
+           'ColumnParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding', 'parallelise', 'as_config', 'Rank',
            'attempt', 'work', 'Worker', 'spawn', 'share_threads', 'unshare_threads', 'RankFailure', 'Ranks', 'run',
            'call', 'fail', 'close', 'await_ranks', 'start_ranks', 'serve_parent', 'main', 'join_torchrun',
            'run_program', 'whole_config', 'ParallelModel', 'TensorParallelExecutor', 'rank_devices', 'load_parallel',
@@ -355,17 +355,18 @@ def parallelise(model: Decoder, config: ModelConfig, comm: Communicator) -> Deco
     return model
 
 # %% ../nbs/13_tensor_parallel.ipynb #e3481ca2
-def read_config(config: dict) -> ModelConfig:
+def as_config(config: dict) -> ModelConfig:
     "What `asdict` made of a config, and a message of that, as a config again."
     return ModelConfig(**config | dict(windows=tuple(config["windows"])))
 
+# %% ../nbs/13_tensor_parallel.ipynb #8d3f6443
 class Rank:
     "What one process holds, by number: models, and executors over them."
     def __init__(self, comm: Communicator): self.comm, self.held = comm, {}
 
     def load(self, key: int, path: str, config: dict, dtype: str, quantization: str | None = None, ids: list = (), stored: dict | None = None) -> list:
         "Read this rank's shard of the checkpoint at `path`, quantising it if that is wanted; its bytes, and the formats of its quantised layers."
-        config, source, dtype, device = read_config(config), open_source(path), getattr(torch, dtype), self.comm.device
+        config, source, dtype, device = as_config(config), open_source(path), getattr(torch, dtype), self.comm.device
         shard, join = shards(config, self.comm.size)[self.comm.rank], lambda model: parallelise(model, config, self.comm)
         if (quantization or stored) and device.type == "cpu": install()
         if stored:
@@ -380,7 +381,7 @@ class Rank:
     def look(self, path: str, config: dict, stored: dict | None = None):
         "Raise what keeps the checkpoint at `path` from being loaded here."
         source = open_source(path)
-        if not stored: check_shapes(source, read_config(config))
+        if not stored: check_shapes(source, as_config(config))
 
     def open(self, key: int, model: int, kv_cache_dtype: str, dtype: str, num_blocks: int, block_size: int, windows: list, sinks: int) -> int:
         "An executor with a pool of its own; the pool's bytes."
