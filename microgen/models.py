@@ -205,12 +205,17 @@ class Attention(nn.Module):
         "`x` `[N, hidden]` -> `[N, hidden]`."
         h, kv = self.heads, self.kv_heads
         qkv = self.qkv_proj(x).view(len(x), h + 2 * kv, self.head_dim)
-        if self.qk_norm: qkv = torch.cat([self.q_norm(qkv[:, :h]), self.k_norm(qkv[:, h:h + kv]), qkv[:, h + kv:]], dim=1)
+        if self.qk_norm: qkv = torch.cat([self.each_head(self.q_norm, qkv[:, :h]), self.each_head(self.k_norm, qkv[:, h:h + kv]), qkv[:, h + kv:]], dim=1)
         if ctx.rope is not None: apply_rope(qkv, *ctx.rope, turned=h + kv)
         q, k, v = qkv.split([h, kv, kv], dim=1)
         ctx.pool.write(self.layer, ctx.plan.slots, k, v)
         out = ctx.attention(q, ctx.pool, self.layer, ctx.plan, self.head_dim ** -.5, self.window)
         return self.o_proj(out.flatten(1))
+
+    @staticmethod
+    def each_head(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        "`norm` of every vector of `x` `[N, heads, d]`."
+        return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 # %% ../nbs/07_models.ipynb #4b325984
 def gated(x: torch.Tensor, act: Callable) -> torch.Tensor:
@@ -281,14 +286,20 @@ class Decoder(nn.Module):
         return self.requires_grad_(False).eval()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, prompt_lens: torch.Tensor, plan: AttentionPlan,
-                pool: KVPool, attention: Callable) -> torch.Tensor:
-        "Hidden states `[N, hidden]` of a packed step; `tokens`, `positions`, `prompt_lens` are `[N]`."
+                pool: KVPool, attention: Callable, all_layers: Callable | None = None) -> torch.Tensor:
+        """Hidden states `[N, hidden]` of a packed step; `tokens`, `positions`, `prompt_lens` are `[N]`.
+
+        `all_layers` may do what `one_by_one` does."""
         x = self.embed_tokens(tokens).to(self.compute_dtype)
         if self.embed_positions is not None: x += self.embed_positions(positions)
         ctx = StepContext(plan, pool, attention, self.rope and self.rope(positions, prompt_lens, x.dtype))
+        return x.add_((all_layers or self.one_by_one)(x, ctx))
+
+    def one_by_one(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        "Adds to `x` `[N, hidden]`, in place, what the layers find; returns what is to be added next."
         add = None
         for layer in self.layers: add = layer(x, add, ctx)
-        return x.add_(add)
+        return add
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "Float32 logits `[rows, vocab]` of chosen rows of the hidden states."
@@ -351,7 +362,10 @@ class LocalExecutor:
                  attention: "str | Callable" = "auto"):      # a backend, or its name; auto: the fastest on the device
         self.model, self.pool, self.device = model, pool, device
         if attention == "auto": attention = "compiled" if torch.device(device).type == "cpu" and available() else best_attention(device)
-        self.attention = attention if callable(attention) else ATTENTION_BACKENDS[attention]
+        self.attention, self.one_call = attention if callable(attention) else ATTENTION_BACKENDS[attention], None
+        if attention == "compiled":
+            from microgen.compiled_layers import CompiledLayers
+            self.one_call = CompiledLayers()
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> torch.Tensor:
@@ -360,6 +374,7 @@ class LocalExecutor:
                                                                    step.prompt_lens, step.query_lens, step.logit_rows)
         plan = plan_attention(step, self.pool.block_size, self.device, self.model.config.attention_sinks, slots)
         if step.block_copies: self.pool.copy_blocks(step.block_copies)
-        hidden = self.model(tokens, positions, lens.repeat_interleave(queries), plan, self.pool, self.attention)
+        all_layers = self.one_call.run if self.one_call and self.one_call.serves(step, self.model, self.pool) else None
+        hidden = self.model(tokens, positions, lens.repeat_interleave(queries), plan, self.pool, self.attention, all_layers)
         if not step.logit_rows: return torch.empty(0, self.model.config.vocab_size, device=self.device)
         return self.model.logits(hidden[rows])

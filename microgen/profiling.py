@@ -290,6 +290,19 @@ class PartClock:
             return run
         return timed
 
+    def told(self, seconds: Callable[[], dict[str, float]]) -> Callable:
+        "What turns a function into one whose parts keep their own time: `seconds()` has what each has taken so far."
+        def timed(f):
+            def run(*args, **kwargs):
+                before = seconds()
+                try: return f(*args, **kwargs)
+                finally:
+                    for part, now in seconds().items():
+                        for name, spent in ((part, now - before[part]), (self.running[-1], before[part] - now)):
+                            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            return run
+        return timed
+
 # %% ../nbs/15_profiling.ipynb #0fc04ad0
 _PART_OF = dict(embed_tokens="embedding", embed_positions="embedding", input_norm="norms", post_norm="norms", norm="norms", q_norm="norms", k_norm="norms",
                 qkv_proj="q, k, v", attn="rotary", o_proj="attention out", up_proj="MLP up", mlp="activation", down_proj="MLP down", lm_head="head")
@@ -304,6 +317,7 @@ def step_parts(executor) -> Iterator[dict[str, float]]:
         part = _PART_OF.get(leaf := name.rpartition(".")[2]) or ("residual" if leaf.isdigit() else None)
         if part: places.append((module, "forward", part))
     with contextlib.ExitStack() as stack:
+        if one_call := getattr(executor, "one_call", None): stack.enter_context(_in_front(one_call, "run", clock.told(one_call.seconds)))
         for thing, name, part in places: stack.enter_context(_in_front(thing, name, clock.around(part)))
         yield clock.seconds
 

@@ -1,9 +1,12 @@
 // The compiled CPU kernels: one file with a plain C interface, explained piece by piece in nbs/06a_kernels.ipynb.
 #include <algorithm>
+#include <atomic>
 #include <cfloat>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -39,6 +42,16 @@ inline float wide(f16 x) {
     float v = (x.bits & 0x7c00) == 0x7c00 ? value(m | 0x7f800000) : value(m) * 0x1p112f;
     return x.bits & 0x8000 ? -v : v;
 }
+inline f16 half(float x) {         // round to nearest even
+#ifdef __F16C__
+    return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))};
+#endif
+    uint32_t sign = bits(x) >> 16 & 0x8000, b = bits(x) & 0x7fffffff;
+    if (b > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (b >= 0x477ff000) return {uint16_t(sign | 0x7c00)};                             // 65520 and more
+    if (b < 0x38800000) return {uint16_t(sign | int(std::rint(value(b) * 0x1p24f)))};  // below 2^-14
+    return {uint16_t(sign | (b + 0xfff + (b >> 13 & 1) - (112u << 23)) >> 13)};
+}
 inline vf load(const float* p) { return raw<vf>(p); }
 #ifdef __AVX2__
 inline vf load(const bf16* p) { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16); }
@@ -66,20 +79,78 @@ inline void widen(const void* x, int dtype, i64 first, i64 n, float* out) {
 }
 
 // ---- threads ----
+// Threads that are called once and then do loop after loop: between two of them they look out for the next, and do not go to sleep.
+struct Team {
+    typedef void (*Share)(const void* work, int me, int size);
+    int size = 1;
+    Share share = nullptr;
+    const void* work = nullptr;
+    std::atomic<i64> loops{0}, done{0};
+
+    template <class C> static void wait(C come) {
+        for (i64 turns = 0; !come(); turns++)
+            if (turns > 4000) std::this_thread::yield();          // somebody else needs the core
+#if defined __x86_64__
+            else __builtin_ia32_pause();
+#elif defined __aarch64__
+            else asm volatile("yield");
+#endif
+    }
+    void lead(Share s, const void* w) {                            // nullptr: go home
+        share = s, work = w;
+        done.store(0, std::memory_order_relaxed);
+        loops.fetch_add(1, std::memory_order_release);
+        if (s) s(w, 0, size);
+        wait([&] { return done.load(std::memory_order_acquire) == size - 1; });
+    }
+    void follow(int me) {
+        for (i64 seen = 0;; seen++) {
+            wait([&] { return loops.load(std::memory_order_acquire) > seen; });
+            Share mine = share;                                    // the next one may come as soon as this is done
+            if (mine) mine(work, me, size);
+            done.fetch_add(1, std::memory_order_release);
+            if (!mine) return;
+        }
+    }
+};
+static thread_local Team* team = nullptr;   // whom this thread leads
+
 // Give each thread one contiguous run of 0 ... n-1, in units that stay together.
 template <class F> void split(i64 n, i64 unit, int threads, F work) {
-#ifdef _OPENMP
+    auto share = [&](int me, int size) {
+        i64 units = (n + unit - 1) / unit, first = units * me / size * unit, last = std::min(n, units * (me + 1) / size * unit);
+        if (first < last) work(first, last);
+    };
     if (threads > 1 && n > unit) {
+        if (team) return team->lead([](const void* s, int me, int size) { (*(const decltype(share)*)s)(me, size); }, &share);
+#ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
-        {
-            i64 team = omp_get_num_threads(), me = omp_get_thread_num(), units = (n + unit - 1) / unit;
-            i64 first = units * me / team * unit, last = std::min(n, units * (me + 1) / team * unit);
-            if (first < last) work(first, last);
-        }
+        share(omp_get_thread_num(), omp_get_num_threads());
         return;
-    }
 #endif
+    }
     if (n > 0) work(0, n);
+}
+// Do `all`, whose loops are shared by a team.
+template <class F> void together(int threads, F all) {
+    if (threads == 1) return all();
+#ifdef _OPENMP
+    Team own;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        own.size = omp_get_num_threads();
+        if (omp_get_thread_num()) own.follow(omp_get_thread_num());
+        else {
+            team = own.size > 1 ? &own : nullptr;
+            all();
+            if (team) team->lead(nullptr, nullptr);
+            team = nullptr;
+        }
+    }
+#else
+    all();
+#endif
 }
 template <class T> T* scratch(std::vector<T>& held, i64 n) {
     if (i64(held.size()) < n) held.resize(n);
@@ -185,22 +256,23 @@ template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t
         for (int r = 0; r < R; r++) sums[r][c] = _mm512_reduce_add_epi32(_mm512_sub_epi32(acc[r][c], shifted[c]));
 }
 #elif defined __AVX2__
-typedef int16_t Code;            // 16 exact products an instruction, of 16-bit numbers, added in pairs
-constexpr int SHIFT = 0;
+typedef int8_t Code;             // 32 products an instruction, of unsigned with signed: the weight's sign goes to the activation,
+constexpr int SHIFT = 0;         // and two products, added in 16 bits, reach 2 * 127 * 127 at most: exact
 inline int32_t sum(__m256i v) {
     __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     a = _mm_add_epi32(a, _mm_unpackhi_epi64(a, a));
     return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 1)));
 }
 template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
-    __m256i acc[R][C] = {};
+    __m256i acc[R][C] = {}, ones = _mm256_set1_epi16(1);
     i64 i = 0;
-    for (; i + 16 <= k; i += 16) {
-        __m256i wv[C];
-        for (int c = 0; c < C; c++) wv[c] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + c * k + i)));
+    for (; i + 32 <= k; i += 32) {
+        __m256i wv[C], size[C];
+        for (int c = 0; c < C; c++) size[c] = _mm256_abs_epi8(wv[c] = _mm256_loadu_si256((const __m256i*)(w + c * k + i)));
         for (int r = 0; r < R; r++) {
             __m256i xv = _mm256_loadu_si256((const __m256i*)(x + r * stride + i));
-            for (int c = 0; c < C; c++) acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_madd_epi16(xv, wv[c]));
+            for (int c = 0; c < C; c++)
+                acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_madd_epi16(_mm256_maddubs_epi16(size[c], _mm256_sign_epi8(xv, wv[c])), ones));
         }
     }
     for (int r = 0; r < R; r++)
@@ -369,7 +441,9 @@ inline float softmax(float* s, i64 n, float& total) {
 }
 
 // ---- attention ----
+constexpr int AHEAD = 8;           // keys: the memory is asked for them so long before they are needed
 constexpr int CHUNK = 256;         // keys of one task: fixed, so that a result does not depend on threads or neighbours
+constexpr int QUERIES = 16;        // of one task, at most
 struct Chunk {                     // the keys of a task: positions, rows of the pool, and (int8) scale and offset of key and value
     i64 n;
     int32_t pos[CHUNK];
@@ -378,7 +452,7 @@ struct Chunk {                     // the keys of a task: positions, rows of the
 };
 
 template <class T> struct Attention {
-    const void* q; int dtype; void* out;                      // [N, heads, d]
+    const void* q; i64 q_stride; int dtype; void* out;        // q: numbers from row to row; out: [N, heads, d]
     const T *keys, *values; const f16* params; i64 num_params;  // [slots, kv_heads, d]; [slots, kv_heads, 2, num_params]
     const int32_t *tables, *lens, *queries, *starts;          // [B, width]; [B] length, queries, first row
     i64 width, block_size, heads, kv_heads, d, window, sinks;
@@ -411,20 +485,26 @@ template <class T> struct Attention {
     }
 
     // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
-    // unnormalised output [d], largest score, and sum of exponentials, for each.
-    template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, i64 part_stride) const {
+    // unnormalised output [d], largest score, and sum of exponentials, each at its place in `part` [queries of b, heads, d + 2].
+    template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, bool ask) const {
         i64 group = heads / kv_heads, n = chunk.n;
-        float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R];
+        float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R], *out[R];
         i64 limit[R];
         for (int r = 0; r < R; r++) {
             i64 t = (row + r) / group, head = h * group + (row + r) % group;
-            widen(q, dtype, ((starts[b] + t) * heads + head) * d, d, query[r]);
+            widen(q, dtype, (starts[b] + t) * q_stride + head * d, d, query[r]);
             limit[r] = lens[b] - queries[b] + t;
+            out[r] = part + (t * heads + head) * (d + 2);
             query_sum[r] = 0;
             for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
         }
+        while (n && chunk.pos[n - 1] > limit[R - 1]) n--;             // what none of them may see
         for (i64 j = 0; j < n; j += 2) {
             const T *one = keys + chunk.row[j] * d, *two = keys + chunk.row[std::min(j + 1, n - 1)] * d;
+            for (i64 i = j; ask && i < std::min(j + 2, n); i++) {
+                fetch(keys + chunk.row[std::min(i + AHEAD, n - 1)] * d, d * sizeof(T));
+                fetch(values + chunk.row[i] * d, d * sizeof(T));
+            }
             vf acc[R][2] = {};
             for (i64 i = 0; i < d; i += VL) {
                 vf k1 = load(one + i), k2 = load(two + i);
@@ -438,7 +518,7 @@ template <class T> struct Attention {
             if (queries[b] > 1)
                 for (i64 j = 0; j < n; j++)
                     if (chunk.pos[j] > limit[r] || (chunk.pos[j] <= limit[r] - window && chunk.pos[j] >= sinks)) s[r][j] = HIDDEN;
-            part[r * part_stride + d] = softmax(s[r], n, part[r * part_stride + d + 1]);
+            out[r][d] = softmax(s[r], n, out[r][d + 1]);
             vf offsets = {};
             if (num_params)
                 for (i64 j = 0; j < n; j += VL) {
@@ -449,31 +529,31 @@ template <class T> struct Attention {
             extra[r] = sum(offsets);
         }
         i64 i = 0;
-        for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, s, i, extra, part, part_stride);
-        for (; i < d; i += VL) add_values<R, 1>(chunk, s, i, extra, part, part_stride);
+        for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, n, s, i, extra, out);
+        for (; i < d; i += VL) add_values<R, 1>(chunk, n, s, i, extra, out);
     }
-    template <int R, int C> void add_values(const Chunk& chunk, const float (*s)[CHUNK + VL], i64 i, const float* extra, float* part, i64 part_stride) const {
+    template <int R, int C> void add_values(const Chunk& chunk, i64 n, const float (*s)[CHUNK + VL], i64 i, const float* extra, float** out) const {
         vf acc[R][C] = {};
-        for (i64 j = 0; j < chunk.n; j++)
+        for (i64 j = 0; j < n; j++)
             for (int c = 0; c < C; c++) {
                 vf v = load(values + chunk.row[j] * d + i + c * VL);
                 for (int r = 0; r < R; r++) acc[r][c] += s[r][j] * v;
             }
         for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) store(part + r * part_stride + i + c * VL, acc[r][c] + extra[r]);
+            for (int c = 0; c < C; c++) store(out[r] + i + c * VL, acc[r][c] + extra[r]);
     }
-    void task(i64 b, i64 c, i64 h, float* part) const {       // part: [queries of b, heads, d + 2]
+    void task(i64 b, i64 c, i64 h, i64 first, i64 last, float* part) const {   // the queries first ... last-1 of request b
         Chunk chunk;
         find(b, c, h, chunk);
-        i64 group = heads / kv_heads, stride = d + 2;
-        for (i64 row = 0, rows = queries[b] * group; row < rows;) {
-            // rows of one query token lie together; so do blocks of rows that do not cross into the next token
-            i64 left = group - row % group;
-            float* here = part + (row / group * heads + h * group + row % group) * stride;
-            if (left >= 4) block<4>(b, h, row, chunk, here, stride), row += 4;
-            else if (left == 3) block<3>(b, h, row, chunk, here, stride), row += 3;
-            else if (left == 2) block<2>(b, h, row, chunk, here, stride), row += 2;
-            else block<1>(b, h, row, chunk, here, stride), row += 1;
+        i64 group = heads / kv_heads, begin = first * group, end = last * group;
+        for (i64 row = begin; row < end;) {
+            i64 left = end - row;
+            bool ask = row == begin;
+            if (left >= 6) block<6>(b, h, row, chunk, part, ask), row += 6;
+            else if (left >= 4) block<4>(b, h, row, chunk, part, ask), row += 4;
+            else if (left == 3) block<3>(b, h, row, chunk, part, ask), row += 3;
+            else if (left == 2) block<2>(b, h, row, chunk, part, ask), row += 2;
+            else block<1>(b, h, row, chunk, part, ask), row += 1;
         }
     }
     // Put the chunks of one query head together.
@@ -491,18 +571,22 @@ template <class T> struct Attention {
     }
     void run(i64 requests, int threads) const {
         static thread_local std::vector<float> held;
-        std::vector<i64> chunks(requests + 1), parts(requests + 1);   // before request b: chunks, and partial results
+        // before request b: chunks of keys, tasks, and partial results
+        std::vector<i64> chunks(requests + 1), tasks(requests + 1), parts(requests + 1);
         for (i64 b = 0; b < requests; b++) {
             i64 c = (visible(b) + CHUNK - 1) / CHUNK;
             chunks[b + 1] = chunks[b] + c;
+            tasks[b + 1] = tasks[b] + c * kv_heads * ((queries[b] + QUERIES - 1) / QUERIES);
             parts[b + 1] = parts[b] + c * queries[b] * heads;
         }
         float* part = scratch(held, parts[requests] * (d + 2));
-        auto owner = [](const std::vector<i64>& ends, i64 i) { return std::upper_bound(ends.begin(), ends.end(), i) - ends.begin() - 1; };
-        split(chunks[requests] * kv_heads, 1, threads, [&](i64 from, i64 to) {
-            for (i64 i = from; i < to; i++) {
-                i64 b = owner(chunks, i / kv_heads), c = i / kv_heads - chunks[b];
-                task(b, c, i % kv_heads, part + (parts[b] + c * queries[b] * heads) * (d + 2));
+        i64 total = tasks[requests];
+        split(total, 1, threads, [&](i64 from, i64 to) {
+            for (i64 j = from; j < to; j++) {
+                i64 i = j % 2 ? total - 1 - j / 2 : j / 2;             // later queries see more keys: so take one from each end in turn
+                i64 b = std::upper_bound(tasks.begin(), tasks.end(), i) - tasks.begin() - 1;
+                i64 rest = (i - tasks[b]) / kv_heads, n = chunks[b + 1] - chunks[b], c = rest % n, first = rest / n * QUERIES;
+                task(b, c, (i - tasks[b]) % kv_heads, first, std::min<i64>(queries[b], first + QUERIES), part + (parts[b] + c * queries[b] * heads) * (d + 2));
             }
         });
         split(requests, 8, threads, [&](i64 from, i64 to) {
@@ -512,13 +596,13 @@ template <class T> struct Attention {
         });
     }
 };
-// sizes: width, block_size, heads, kv_heads, d, window, sinks, number of parameters, requests
+// sizes: width, block_size, heads, kv_heads, d, window, sinks, number of parameters, requests, and numbers from row to row of q
 extern "C" void paged_attention(const void* q, int dtype, void* out, const void* keys, const void* values, int kv_dtype,
                                 const f16* params, const int32_t* tables, const int32_t* lens, const int32_t* queries,
                                 const int32_t* starts, const i64* sizes, float scale, int threads) {
     auto go = [&](auto element) {
         typedef decltype(element) T;
-        Attention<T>{q, dtype, out, (const T*)keys, (const T*)values, params, sizes[7], tables, lens, queries, starts,
+        Attention<T>{q, sizes[9], dtype, out, (const T*)keys, (const T*)values, params, sizes[7], tables, lens, queries, starts,
                      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale}.run(sizes[8], threads);
     };
     if (kv_dtype == 2) go(int8_t{}); else if (kv_dtype == BF16) go(bf16{}); else go(float{});
@@ -569,6 +653,89 @@ extern "C" void rope(float* x, const float* cos, const float* sin, i64 n, i64 he
                 }
             }
     });
+}
+
+// ---- cache write ----
+// One vector as microgen.quantization.quantize_kv has it: float16 scale (and offset), int8 codes; scale NaN where it holds an infinity or a NaN.
+inline void quantise_kv(const float* x, i64 d, int8_t* codes, f16* params, i64 num_params) {
+    constexpr float most = 65504;
+    float low = x[0], high = x[0], odd = 0, offset = 0;
+    for (i64 i = 0; i < d; i++) { low = std::min(low, x[i]); high = std::max(high, x[i]); odd += x[i] * 0; }
+    if (num_params == 2) offset = wide(params[1] = half(std::min(std::max(low / 2 + high / 2, -most), most)));
+    float reach = num_params == 2 ? std::max(high - offset, offset - low) : std::max(high, -low);
+    float scale = wide(params[0] = half(std::min(reach / 127, most) + odd)), inv = scale > 0 ? 1 / scale : 0;
+    for (i64 i = 0; i < d; i++) codes[i] = odd != odd ? 0 : int8_t(std::min(std::max(std::rint((x[i] - offset) * inv), -127.f), 127.f));
+}
+// Keys and values x [n, 2, kv_heads, d], `stride` numbers from row to row, into slots of the pool.
+extern "C" void write_kv(const float* x, i64 n, i64 stride, i64 kv_heads, i64 d, const i64* slots, void* keys, void* values, int kv_dtype,
+                         f16* params, i64 num_params, int threads) {
+    split(n, std::max<i64>(1, 16384 / (2 * kv_heads * d)), threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < last; r++)
+            for (i64 which = 0; which < 2; which++)
+                for (i64 h = 0; h < kv_heads; h++) {
+                    const float* from = x + r * stride + (which * kv_heads + h) * d;
+                    void* to = which ? values : keys;
+                    i64 row = slots[r] * kv_heads + h;
+                    if (kv_dtype == 2) quantise_kv(from, d, (int8_t*)to + row * d, params + (row * 2 + which) * num_params, num_params);
+                    else for (i64 i = 0; i < d; i++) put(to, kv_dtype, row * d + i, from[i]);
+                }
+    });
+}
+
+// ---- all layers ----
+enum Format { FLOAT32, BFLOAT16, INT8, INT8_WEIGHT_ONLY, INT4 };
+struct Matrix {
+    i64 format, in, out; const void *w, *scale, *zero; const float* bias;
+
+    void times(const float* x, i64 n, float* y, int threads) const {
+        auto go = [&](auto linear) { linear(x, F32, n, in, w, (const float*)scale, bias, out, y, threads); };
+        switch (format) {
+        case FLOAT32: return go(float32_linear);
+        case BFLOAT16: return go(bfloat16_linear);
+        case INT8: return int8_linear(x, F32, n, in, (const int8_t*)w, (const float*)scale, bias, out, y, threads);
+        case INT8_WEIGHT_ONLY: return go(int8_weight_only_linear);
+        case INT4: return int4_linear(x, F32, n, in, (const uint8_t*)w, (const f16*)scale, (const f16*)zero, bias, out, y, threads);
+        }
+    }
+};
+struct Layer { const float *input_norm, *post_norm, *q_norm, *k_norm; Matrix qkv, o, up, down; void *keys, *values; f16* params; i64 window; };
+
+// sizes: those of attention, then layers, rows, hidden, inner. x [rows, hidden] changes; add [rows, hidden] is what is to be added to it next.
+// seconds: of each kind of part, in the order in which they first come.
+extern "C" void decoder_layers(const Layer* layers, float* x, float* add, const float* cos, const float* sin, const i64* slots, int kv_dtype,
+                               const int32_t* tables, const int32_t* lens, const int32_t* queries, const int32_t* starts, const i64* sizes,
+                               float eps, float scale, double* seconds, int threads) {
+    static thread_local std::vector<float> held;
+    i64 heads = sizes[2], kv = sizes[3], d = sizes[4], count = sizes[10], n = sizes[11], hidden = sizes[12], inner = sizes[13], row = (heads + 2 * kv) * d;
+    float *h = scratch(held, n * (hidden + row + heads * d + 3 * inner)), *qkv = h + n * hidden, *out = qkv + n * row, *wide = out + n * heads * d, *narrow = wide + 2 * n * inner;
+    i64 own[10];
+    std::copy(sizes, sizes + 10, own);
+    auto before = std::chrono::steady_clock::now();
+    auto took = [&](int part) {
+        auto now = std::chrono::steady_clock::now();
+        seconds[part] += std::chrono::duration<double>(now - before).count();
+        before = now;
+    };
+    together(threads, [&] { for (const Layer* l = layers; l < layers + count; l++) {
+        rms_norm(x, l == layers ? nullptr : add, l->input_norm, eps, n, hidden, h, threads); took(0);
+        l->qkv.times(h, n, qkv, threads); took(1);
+        if (l->q_norm) {
+            for (float* r = qkv; r < qkv + n * row; r += row) {
+                rms_norm(r, nullptr, l->q_norm, eps, heads, d, r, threads);
+                rms_norm(r + heads * d, nullptr, l->k_norm, eps, kv, d, r + heads * d, threads);
+            }
+            took(0);
+        }
+        rope(qkv, cos, sin, n, heads + 2 * kv, heads + kv, d, threads); took(2);
+        write_kv(qkv + heads * d, n, row, kv, d, slots, l->keys, l->values, kv_dtype, l->params, sizes[7], threads); took(3);
+        own[5] = l->window;
+        paged_attention(qkv, F32, out, l->keys, l->values, kv_dtype, l->params, tables, lens, queries, starts, own, scale, threads); took(4);
+        l->o.times(out, n, add, threads); took(5);
+        rms_norm(x, add, l->post_norm, eps, n, hidden, h, threads); took(0);
+        l->up.times(h, n, wide, threads); took(6);
+        silu_mul(wide, n, inner, narrow, threads); took(7);
+        l->down.times(narrow, n, add, threads); took(8);
+    } });
 }
 
 // ---- about ----
