@@ -273,6 +273,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'microgen/compiled_layers.py'),
                                           'microgen.compiled_layers.layer_words': ( 'one_call.html#layer_words',
                                                                                     'microgen/compiled_layers.py'),
+                                          'microgen.compiled_layers.listeners': ('one_call.html#listeners', 'microgen/compiled_layers.py'),
                                           'microgen.compiled_layers.matrix': ('one_call.html#matrix', 'microgen/compiled_layers.py')},
             'microgen.cuda_graphs': { 'microgen.cuda_graphs.DecodeBuffers': ('cuda_graphs.html#decodebuffers', 'microgen/cuda_graphs.py'),
                                       'microgen.cuda_graphs.DecodeBuffers.__init__': ( 'cuda_graphs.html#decodebuffers.__init__',

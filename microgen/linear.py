@@ -87,7 +87,7 @@ def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width
         try:
             if name == "packed": [pack(layer) for layer in layers]
             for i, n in enumerate(ROWS):
-                hopeless = i and times[name][-1] > 4 * times["plain"][i - 1]
+                hopeless = i and name != "plain" and times[name][-1] > 4 * times["plain"][i]      # fewer rows took longer already
                 some = layers[:max(2, count * 16 // max(16, n))]        # with many rows the cache no longer matters
                 times[name].append(math.inf if hopeless else best_seconds(lambda: [way(x[:n], layer) for layer in some], device, 0.03) / len(some))
         except Exception: del times[name]
