@@ -441,6 +441,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'microgen.kernels.library': ('kernels.html#library', 'microgen/kernels.py'),
                                   'microgen.kernels.load': ('kernels.html#load', 'microgen/kernels.py'),
                                   'microgen.kernels.many': ('kernels.html#many', 'microgen/kernels.py'),
+                                  'microgen.kernels.pool_arguments': ('kernels.html#pool_arguments', 'microgen/kernels.py'),
                                   'microgen.kernels.prove': ('kernels.html#prove', 'microgen/kernels.py'),
                                   'microgen.kernels.rms_norm': ('kernels.html#rms_norm', 'microgen/kernels.py'),
                                   'microgen.kernels.rope_': ('kernels.html#rope_', 'microgen/kernels.py'),

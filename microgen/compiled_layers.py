@@ -10,7 +10,7 @@ from operator import is_
 import torch
 import torch.nn.functional as F
 from torch import nn
-from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, head_fits, is_short, library, many, step_tables, threads
+from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, head_fits, is_short, library, many, pool_arguments, step_tables, threads
 from .kv_cache import KVPool, StepInput
 from .linear import Linear, compiled
 from .models import Decoder, DecoderLayer, RMSNorm, StepContext
@@ -98,15 +98,14 @@ class CompiledLayers:
 
     def run(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         "As `Decoder.one_by_one`."
-        attn, mlp, keys, add = self.model.layers[0].attn, self.model.layers[0].mlp, self.keys, torch.empty_like(x)
+        attn, mlp, add = self.model.layers[0].attn, self.model.layers[0].mlp, torch.empty_like(x)
         for ours, theirs in self.biases: ours.copy_(theirs)
-        tables, numbers = step_tables(ctx.plan)
-        params = 0 if keys.dtype is not torch.int8 else ctx.pool.params[0].shape[-1]
+        (tables, numbers), (_, _, kv_dtype, _, num_params) = step_tables(ctx.plan), pool_arguments(ctx.pool, 0)
         row = (attn.heads + 2 * attn.kv_heads) * attn.head_dim
-        sizes = (I * 14)(tables.shape[1], ctx.pool.block_size, attn.heads, attn.kv_heads, attn.head_dim, ENDLESS, ctx.plan.sinks, params, len(tables), row,
+        sizes = (I * 14)(tables.shape[1], ctx.pool.block_size, attn.heads, attn.kv_heads, attn.head_dim, ENDLESS, ctx.plan.sinks, num_params, len(tables), row,
                          len(self.table), *x.shape, mlp.down_proj.in_features)
         library().decoder_layers(self.table.data_ptr(), x.data_ptr(), add.data_ptr(), *(t.data_ptr() for t in ctx.rope), ctx.plan.slots.data_ptr(),
-                                 KV_DTYPES[keys.dtype], tables.data_ptr(), *(r.data_ptr() for r in numbers), sizes, self.model.config.norm_eps,
+                                 kv_dtype, tables.data_ptr(), *(r.data_ptr() for r in numbers), sizes, self.model.config.norm_eps,
                                  attn.head_dim ** -.5, self.spent.data_ptr(), threads())
         return add
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SOURCE', 'NATIVE', 'P', 'I', 'F32', 'LINEAR', 'SIGNATURES', 'forked', 'ENDLESS', 'KV_DTYPES', 'FLOATS', 'AMX_ROWS',
            'KernelsUnavailable', 'compile_command', 'compiled', 'load', 'threads', 'address', 'call_linear', 'is_short',
-           'step_tables', 'call_attention', 'call_write', 'prove', 'library', 'available', 'why_not', 'usable',
-           'int8_linear', 'int8_weight_only_linear', 'int4_linear', 'has_amx', 'many', 'float_linear', 'head_fits',
-           'attention_compiled', 'rms_norm', 'silu_mul', 'rope_', 'install']
+           'step_tables', 'pool_arguments', 'call_attention', 'call_write', 'prove', 'library', 'available', 'why_not',
+           'usable', 'int8_linear', 'int8_weight_only_linear', 'int4_linear', 'has_amx', 'many', 'float_linear',
+           'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul', 'rope_', 'install']
 
 # %% ../nbs/06a_kernels.ipynb #8cef22a8
 import copy
@@ -125,24 +125,23 @@ def step_tables(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
         plan.made["compiled"] = padded_tables(step), torch.tensor([step.seq_lens, counts, starts[:-1]], dtype=torch.int32)
     return plan.made["compiled"]
 
+def pool_arguments(pool: KVPool, layer: int) -> tuple[int, int, int, int | None, int]:
+    "What the kernels are told of a layer of `pool`: where keys and values are, their dtype, where the int8 parameters are, and how many a vector has."
+    keys, params = pool.keys[layer], pool.params[layer] if isinstance(pool, Int8KVPool) else None
+    return keys.data_ptr(), pool.values[layer].data_ptr(), KV_DTYPES[keys.dtype], address(params), 0 if params is None else params.shape[-1]
+
 def call_attention(library: ctypes.CDLL, q: torch.Tensor, pool: KVPool, layer: int, plan: AttentionPlan, scale: float,
                    window: int | None, out: torch.Tensor):
     "Attention of the requests that are `is_short`, written into their rows of `out` `[N, heads, d]`."
-    tables, numbers = step_tables(plan)
-    keys, values = pool.keys[layer], pool.values[layer]
-    params = pool.params[layer] if isinstance(pool, Int8KVPool) else None
-    sizes = (I * 10)(tables.shape[1], pool.block_size, q.shape[1], keys.shape[2], q.shape[2], window or ENDLESS, plan.sinks,
-                     0 if params is None else params.shape[-1], len(tables), q.stride(0))
-    library.paged_attention(q.data_ptr(), q.dtype is torch.bfloat16, out.data_ptr(), keys.data_ptr(), values.data_ptr(), KV_DTYPES[keys.dtype], address(params),
-                            tables.data_ptr(), *(row.data_ptr() for row in numbers), sizes, scale, threads())
+    (tables, numbers), (*where, num_params) = step_tables(plan), pool_arguments(pool, layer)
+    sizes = (I * 10)(tables.shape[1], pool.block_size, q.shape[1], pool.shape[2], q.shape[2], window or ENDLESS, plan.sinks, num_params, len(tables), q.stride(0))
+    library.paged_attention(q.data_ptr(), q.dtype is torch.bfloat16, out.data_ptr(), *where, tables.data_ptr(), *(row.data_ptr() for row in numbers), sizes, scale, threads())
 
 # %% ../nbs/06a_kernels.ipynb #4cac6fb5
 def call_write(library: ctypes.CDLL, kv: torch.Tensor, pool: KVPool, layer: int, slots: torch.Tensor):
     "Keys and values side by side, `kv` float32 `[N, 2 * kv_heads, d]`, to the `slots` `[N]` of `pool`."
-    keys, values, (n, both, d) = pool.keys[layer], pool.values[layer], kv.shape
-    params = pool.params[layer] if isinstance(pool, Int8KVPool) else None
-    library.write_kv(kv.data_ptr(), n, kv.stride(0), both // 2, d, slots.data_ptr(), keys.data_ptr(), values.data_ptr(), KV_DTYPES[keys.dtype],
-                     address(params), 0 if params is None else params.shape[-1], threads())
+    n, both, d = kv.shape
+    library.write_kv(kv.data_ptr(), n, kv.stride(0), both // 2, d, slots.data_ptr(), *pool_arguments(pool, layer), threads())
 
 # %% ../nbs/06a_kernels.ipynb #affe12e2
 def prove(library: ctypes.CDLL):
