@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SOURCE', 'NATIVE', 'P', 'I', 'F32', 'LINEAR', 'SIGNATURES', 'forked', 'ENDLESS', 'KV_DTYPES', 'FLOATS', 'AMX_ROWS',
-           'KernelsUnavailable', 'compile_command', 'compiled', 'load', 'threads', 'address', 'call_linear', 'is_short',
-           'step_tables', 'pool_arguments', 'call_attention', 'call_write', 'prove', 'library', 'available', 'why_not',
-           'usable', 'int8_linear', 'int8_weight_only_linear', 'int4_linear', 'has_amx', 'many', 'float_linear',
-           'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul', 'rope_', 'install']
+           'KernelsUnavailable', 'compile_command', 'compiled', 'load', 'threads', 'address', 'call_linear',
+           'has_wide_vectors', 'is_short', 'step_tables', 'pool_arguments', 'call_attention', 'call_write', 'prove',
+           'library', 'available', 'why_not', 'usable', 'int8_linear', 'int8_weight_only_linear', 'int4_linear',
+           'has_amx', 'many', 'float_linear', 'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul', 'rope_',
+           'install']
 
 # %% ../nbs/06a_kernels.ipynb #8cef22a8
 import copy
@@ -109,9 +110,14 @@ def call_linear(library: ctypes.CDLL, name: str, x: torch.Tensor, weight: torch.
     return y
 
 # %% ../nbs/06a_kernels.ipynb #3eb824d3
+@functools.cache
+def has_wide_vectors() -> bool:
+    "Whether this processor has AVX-512, of which PyTorch's kernels make more than ours."
+    return "avx512f" in cpu()[1]
+
 def is_short(queries: int, context: int) -> bool:
-    "Whether a request's queries are for our kernel: long chunks far into a prompt go to PyTorch, whose kernels are made for them."
-    return queries <= 8 or context <= 512
+    "Whether a request's queries are for our kernel. Long chunks of a long prompt are PyTorch's where vectors are wider than ours."
+    return queries <= 8 or context <= 512 or not has_wide_vectors()
 
 ENDLESS = 1 << 40   # a window that hides nothing
 KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -150,7 +156,7 @@ def prove(library: ctypes.CDLL):
     rand = lambda *shape: torch.randn(*shape, generator=g)
     def agree(name, ours, plain, tolerance=1e-4):
         if not (ours.float() - plain.float()).abs().max() <= tolerance: raise KernelsUnavailable(f"{name} differs from PyTorch on this machine")
-    for n, inputs, outputs, dtype in ((1, 200, 30, torch.float32), (7, 96, 9, torch.bfloat16)):
+    for n, inputs, outputs, dtype in ((1, 200, 30, torch.float32), (7, 96, 9, torch.bfloat16), (21, 200, 37, torch.float32)):
         x, w, bias = rand(n, inputs).to(dtype), rand(outputs, inputs) / 16, rand(outputs)
         codes, scale = quantization.quantize_rows(w)
         codes[:, 0], scale = -127, scale.flatten()
@@ -162,14 +168,14 @@ def prove(library: ctypes.CDLL):
         packed = quantization.quantize_int4(w[:, :inputs // 32 * 32].contiguous())
         x = x[:, :inputs // 32 * 32]
         agree("int4_linear", call_linear(library, "int4_linear", x, packed[0], packed[1:], bias), quantization.int4_linear(x, *packed, bias), close)
-    for pool in (KVPool(1, 9, 4, 2, 16), Int8KVPool(1, 9, 4, 2, 16, symmetric=False)):
+    for pool in (KVPool(1, 20, 4, 2, 16), Int8KVPool(1, 20, 4, 2, 16, symmetric=False)):
         step = StepInput()
-        step.add([0], 18, 1, [8, 2, 5, 0, 7], 4); step.add([0, 0], 9, 1, [3, 1, 6], 4)
-        pool.write(0, torch.arange(36), rand(36, 2, 16), rand(36, 2, 16))
-        q, plan = rand(3, 6, 16), plan_attention(step, 4)
+        step.add([0], 18, 1, [8, 2, 5, 0, 7], 4); step.add([0, 0], 9, 1, [3, 1, 6], 4); step.add([0] * 40, 0, 1, list(range(19, 9, -1)), 4)
+        pool.write(0, torch.arange(80), rand(80, 2, 16), rand(80, 2, 16))
+        q, plan = rand(43, 6, 16), plan_attention(step, 4)
         call_attention(library, q, pool, 0, plan, .25, 7, out := torch.empty_like(q))
         agree("paged_attention", out, attention_reference(q, pool, 0, plan, .25, 7))
-        kv, other = rand(3, 4, 16), copy.deepcopy(pool)
+        kv, other = rand(43, 4, 16), copy.deepcopy(pool)
         call_write(library, kv, pool, 0, plan.slots); other.write(0, plan.slots, kv[:, :2], kv[:, 2:])
         for ours, plain in zip(pool.storage(), other.storage()): agree("write_kv", ours, plain, 0)
 

@@ -191,10 +191,84 @@ template <class K> void tiles(const K& kernel, i64 n, i64 out, i64 row_bytes, in
     });
 }
 
+// ---- panels ----
+constexpr int PANEL = 2 * VL;    // rows that lie side by side
+#ifdef __AVX2__
+#define IN_TURN(a, b) asm volatile("" : "+x"(a), "+x"(b))   // or the compiler fetches so much ahead that it runs out of registers
+#endif
+inline void transpose(vf* v) {   // eight vectors, the rows of a square, become its columns
+#ifdef __AVX2__
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    for (int j = 0; j < 4; j++) {
+        v[j] = (vf)_mm256_permute2f128_ps(u[j], u[j + 4], 0x20);
+        v[j + 4] = (vf)_mm256_permute2f128_ps(u[j], u[j + 4], 0x31);
+    }
+#else
+    vf t[VL];
+    std::copy(v, v + VL, t);
+    for (int i = 0; i < VL; i++)
+        for (int j = 0; j < VL; j++) v[i][j] = t[j][i];
+#endif
+}
+// Words of 32 bits of `PANEL` rows, side by side: word i of all of them, then word i + 1. Rows from `count` on are copies of the last.
+template <class F> void pack(i64 words, i64 count, float* p, F eight) {   // eight(row, i): words i ... i + 7 of a row
+    for (i64 i = 0; i < words; i += VL)
+        for (int half = 0; half < PANEL; half += VL) {
+            vf v[VL];
+            for (int c = 0; c < VL; c++) v[c] = eight(std::min<i64>(half + c, count - 1), i);
+            transpose(v);
+            for (int j = 0; j < VL; j++) store(p + (i + j) * PANEL + half, v[j]);
+        }
+}
+// R rows of k numbers, `stride` from row to row, against a panel of floats: one product for each row and each of the `PANEL`.
+template <int R> inline void multiply(const float* x, i64 stride, const float* p, i64 k, vf (*acc)[2]) {
+    for (i64 i = 0; i < k; i++) {
+        vf w0 = load(p + i * PANEL), w1 = load(p + i * PANEL + VL);
+        for (int r = 0; r < R; r++) { float xv = x[r * stride + i]; acc[r][0] += xv * w0; acc[r][1] += xv * w1; }
+    }
+}
+// All rows against `PANEL` outputs at a time. Some panels wait in the cache while the rows pass over them.
+template <class K> void panels(const K& kernel, i64 n, i64 words, i64 out, int threads) {
+    i64 tile = std::max<i64>(1, 3 * TILE / (sizeof(float) * words * PANEL)) * PANEL;
+    split(out, PANEL, threads, [&](i64 first, i64 last) {
+        static thread_local std::vector<float> held;
+        float* p = scratch(held, words * tile);
+        for (i64 t = first; t < last; t += tile) {
+            i64 end = std::min(last, t + tile);
+            auto each = [&](auto work) { for (i64 c = t; c < end; c += PANEL) work(c, std::min<i64>(PANEL, end - c), p + (c - t) * words); };
+            each([&](i64 c, i64 count, float* part) { kernel.pack(c, count, part); });
+            for (i64 r = 0; r < n;)
+                if (n - r >= 6) each([&](i64 c, i64 count, float* part) { kernel.template panel<6>(r, c, count, part); }), r += 6;
+                else if (n - r >= 2) each([&](i64 c, i64 count, float* part) { kernel.template panel<2>(r, c, count, part); }), r += 2;
+                else each([&](i64 c, i64 count, float* part) { kernel.template panel<1>(r, c, count, part); }), r += 1;
+        }
+    });
+}
+// Few rows meet the weights as they lie. From `many` on it pays to rearrange them (`words` of 32 bits for each output), where a kernel can.
+template <class K> void product(const K& kernel, i64 n, i64 out, i64 row_bytes, i64 words, int threads) {
+    if constexpr (K::many > 0) if (n >= K::many) return panels(kernel, n, (words + VL - 1) / VL * VL, out, threads);
+    tiles(kernel, n, out, row_bytes, threads);
+}
+
 // ---- float ----
 template <class W> struct Float {
+    static constexpr i64 many = 18;
     const float* x; const W* w; const float *scale, *bias; void* y; int dtype; i64 k, out;
 
+    void finish(i64 r, i64 c, float s) const {
+        if (scale) s *= scale[c];
+        if (bias) s += bias[c];
+        put(y, dtype, r * out + c, s);
+    }
     template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
         const float* xs = x + r0 * k;
         const W* ws = w + c0 * k;
@@ -212,15 +286,34 @@ template <class W> struct Float {
             for (int c = 0; c < C; c++) {
                 float s = sum(acc[r][c]);
                 for (i64 j = i; j < k; j++) s += xs[r * k + j] * wide(ws[c * k + j]);
-                if (scale) s *= scale[c0 + c];
-                if (bias) s += bias[c0 + c];
-                put(y, dtype, (r0 + r) * out + c0 + c, s);
+                finish(r0 + r, c0 + c, s);
+            }
+    }
+    void pack(i64 c0, i64 count, float* p) const {
+        ::pack(k, count, p, [&](i64 c, i64 i) {
+            const W* row = w + (c0 + c) * k;
+            if (i + VL <= k) return load(row + i);
+            vf v = {};
+            for (i64 j = i; j < k; j++) v[j - i] = wide(row[j]);
+            return v;
+        });
+    }
+    template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
+        vf acc[R][2] = {};
+        multiply<R>(x + r0 * k, k, p, k, acc);
+        for (int r = 0; r < R; r++)
+            for (i64 c = c0; c < c0 + count; c += VL) {
+                vf v = acc[r][(c - c0) / VL];
+                if (dtype != F32 || c + VL > c0 + count) { for (i64 j = c; j < std::min(c + VL, c0 + count); j++) finish(r0 + r, j, v[j - c]); continue; }
+                if (scale) v *= load(scale + c);
+                if (bias) v += load(bias + c);
+                store((float*)y + (r0 + r) * out + c, v);
             }
     }
 };
 template <class W> void float_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale,
                                      const float* bias, i64 out, void* y, int threads) {
-    tiles(Float<W>{floats(x, dtype, n * k), (const W*)w, scale, bias, y, dtype, k, out}, n, out, k * sizeof(W), threads);
+    product(Float<W>{floats(x, dtype, n * k), (const W*)w, scale, bias, y, dtype, k, out}, n, out, k * sizeof(W), k, threads);
 }
 
 // ---- quantise ----
@@ -298,15 +391,50 @@ template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t
 struct Int8 {
     const Code* x; const float* a; const int8_t* w; const float *scale, *bias; void* y; int dtype; i64 k, stride, out;
 
+    void finish(i64 r, i64 c, int32_t sum) const {
+        float total = float(sum), s = a[r] * scale[c];
+        put(y, dtype, r * out + c, bias ? float(double(total) * s + bias[c]) : total * s);
+    }
     template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
         int32_t sums[R][C];
         dots<R, C>(x + r0 * stride, stride, w + c0 * k, k, sums);
         for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) {
-                float total = float(sums[r][c]), s = a[r0 + r] * scale[c0 + c];
-                put(y, dtype, (r0 + r) * out + c0 + c, bias ? float(double(total) * s + bias[c0 + c]) : total * s);
+            for (int c = 0; c < C; c++) finish(r0 + r, c0 + c, sums[r][c]);
+    }
+#if defined __AVX2__ && !defined VNNI
+    static constexpr i64 many = 12;
+    void pack(i64 c0, i64 count, float* p) const {       // a word: four inputs, whose products are added up first
+        ::pack((k + 3) / 4, count, p, [&](i64 c, i64 i) {
+            const int8_t* row = w + (c0 + c) * k;
+            if (4 * (i + VL) <= k) return raw<vf>(row + 4 * i);
+            int8_t v[4 * VL] = {};
+            std::copy(row + 4 * i, row + k, v);
+            return raw<vf>(v);
+        });
+    }
+    template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
+        const Code* xs = x + r0 * stride;
+        __m256i acc[R][2] = {}, ones = _mm256_set1_epi16(1);
+        for (i64 i = 0; i < k; i += 4) {
+            __m256i w0 = raw<__m256i>(p + i / 4 * PANEL), w1 = raw<__m256i>(p + i / 4 * PANEL + VL), size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
+            for (int r = 0; r < R; r++) {
+                __m256i xv = _mm256_set1_epi32(raw<int32_t>(xs + r * stride + i)), u = acc[r][0], v = acc[r][1];
+                u = _mm256_add_epi32(u, _mm256_madd_epi16(_mm256_maddubs_epi16(size0, _mm256_sign_epi8(xv, w0)), ones));
+                v = _mm256_add_epi32(v, _mm256_madd_epi16(_mm256_maddubs_epi16(size1, _mm256_sign_epi8(xv, w1)), ones));
+                IN_TURN(u, v);
+                acc[r][0] = u, acc[r][1] = v;
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (i64 c = c0; c < c0 + count; c += VL) {
+                vi v = (vi)acc[r][(c - c0) / VL];
+                if (dtype == F32 && !bias && c + VL <= c0 + count) store((float*)y + (r0 + r) * out + c, __builtin_convertvector(v, vf) * (a[r0 + r] * load(scale + c)));
+                else for (i64 j = c; j < std::min(c + VL, c0 + count); j++) finish(r0 + r, j, v[j - c]);
             }
     }
+#else
+    static constexpr i64 many = 0;
+#endif
 };
 extern "C" void int8_linear(const void* x, int dtype, i64 n, i64 k, const int8_t* w, const float* scale, const float* bias,
                             i64 out, void* y, int threads) {
@@ -319,7 +447,7 @@ extern "C" void int8_linear(const void* x, int dtype, i64 n, i64 k, const int8_t
     split(n, std::max<i64>(1, 16384 / std::max<i64>(k, 1)), threads, [=](i64 first, i64 last) {
         for (i64 r = first; r < last; r++) a[r] = quantise(rows + r * k, k, codes + r * stride, SHIFT);
     });
-    tiles(Int8{codes, a, w, scale, bias, y, dtype, k, stride, out}, n, out, k, threads);
+    product(Int8{codes, a, w, scale, bias, y, dtype, k, stride, out}, n, out, k, (k + 3) / 4, threads);
 }
 extern "C" void float32_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale, const float* bias,
                                i64 out, void* y, int threads) { float_linear<float>(x, dtype, n, k, w, scale, bias, out, y, threads); }
@@ -395,6 +523,42 @@ struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and s
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) put(y, dtype, (r0 + r) * out + c0 + c, sum(acc[r][c]) + (bias ? bias[c0 + c] : 0));
     }
+#ifdef __AVX2__
+    static constexpr i64 many = 8;
+    void pack(i64 c0, i64 count, float* p) const {       // words of four codes; behind them the scales and zero points of all groups
+        ::pack(k / 4, count, p, [&](i64 c, i64 i) { return (vf)nibbles(w + (c0 + c) * k / 2 + 2 * i); });
+        auto of = [&](const f16* from) { return [=](i64 c, i64 g) { return halves(from + (c0 + c) * groups + g, groups - g); }; };
+        ::pack(stride, count, p + k / 4 * PANEL, of(scale));
+        ::pack(stride, count, p + (k / 4 + stride) * PANEL, of(zero));
+    }
+    template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
+        const float *sc = p + k / 4 * PANEL, *zc = sc + stride * PANEL;
+        vf acc[R][2] = {};
+        for (i64 g = 0; g < groups; g++) {
+            __m256i part[R][2] = {}, ones = _mm256_set1_epi16(1);    // sixteen products in each 16-bit sum: 30480 at most
+            for (i64 i = g * GROUP; i < (g + 1) * GROUP; i += 4) {
+                __m256i w0 = raw<__m256i>(p + i / 4 * PANEL), w1 = raw<__m256i>(p + i / 4 * PANEL + VL);
+                for (int r = 0; r < R; r++) {
+                    __m256i xv = _mm256_set1_epi32(raw<int32_t>(x + (r0 + r) * k + i)), u = part[r][0], v = part[r][1];
+                    u = _mm256_add_epi16(u, _mm256_maddubs_epi16(w0, xv));
+                    v = _mm256_add_epi16(v, _mm256_maddubs_epi16(w1, xv));
+                    IN_TURN(u, v);
+                    part[r][0] = u, part[r][1] = v;
+                }
+            }
+            for (int r = 0; r < R; r++)
+                for (int half = 0; half < 2; half++) {
+                    vf total = (vf)_mm256_cvtepi32_ps(_mm256_madd_epi16(part[r][half], ones));
+                    i64 at = (r0 + r) * stride + g;
+                    acc[r][half] += total * (a[at] * load(sc + g * PANEL + half * VL)) + sums[at] * load(zc + g * PANEL + half * VL);
+                }
+        }
+        for (int r = 0; r < R; r++)
+            for (i64 c = 0; c < count; c++) put(y, dtype, (r0 + r) * out + c0 + c, acc[r][c / VL][c % VL] + (bias ? bias[c0 + c] : 0));
+    }
+#else
+    static constexpr i64 many = 0;
+#endif
 };
 extern "C" void int4_linear(const void* x, int dtype, i64 n, i64 k, const uint8_t* w, const f16* scale, const f16* zero,
                             const float* bias, i64 out, void* y, int threads) {
@@ -415,7 +579,7 @@ extern "C" void int4_linear(const void* x, int dtype, i64 n, i64 k, const uint8_
                 sums[i] = a[i] * total;
             }
     });
-    tiles(Int4{codes, a, sums, w, scale, zero, bias, y, dtype, k, groups, stride, out}, n, out, k / 2, threads);
+    product(Int4{codes, a, sums, w, scale, zero, bias, y, dtype, k, groups, stride, out}, n, out, k / 2, k / 4 + 2 * stride, threads);
 }
 
 // ---- softmax ----
@@ -443,12 +607,13 @@ inline float softmax(float* s, i64 n, float& total) {
 // ---- attention ----
 constexpr int AHEAD = 8;           // keys: the memory is asked for them so long before they are needed
 constexpr int CHUNK = 256;         // keys of one task: fixed, so that a result does not depend on threads or neighbours
-constexpr int QUERIES = 16;        // of one task, at most
+constexpr int QUERIES = 32;        // of one task, at most
 struct Chunk {                     // the keys of a task: positions, rows of the pool, and (int8) scale and offset of key and value
     i64 n;
     int32_t pos[CHUNK];
     i64 row[CHUNK];
     float scale[2][CHUNK], offset[2][CHUNK];
+    const float *keys = nullptr, *values = nullptr;   // panels of them: [n / PANEL, d, PANEL] and [d / PANEL, CHUNK, PANEL]; or none
 };
 
 template <class T> struct Attention {
@@ -485,7 +650,7 @@ template <class T> struct Attention {
     }
 
     // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
-    // unnormalised output [d], largest score, and sum of exponentials, each at its place in `part` [queries of b, heads, d + 2].
+    // unnormalised output [d], largest score, and sum of exponentials of each, into `part` [R, d + 2].
     template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, bool ask) const {
         i64 group = heads / kv_heads, n = chunk.n;
         float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R], *out[R];
@@ -494,12 +659,18 @@ template <class T> struct Attention {
             i64 t = (row + r) / group, head = h * group + (row + r) % group;
             widen(q, dtype, (starts[b] + t) * q_stride + head * d, d, query[r]);
             limit[r] = lens[b] - queries[b] + t;
-            out[r] = part + (t * heads + head) * (d + 2);
-            query_sum[r] = 0;
-            for (i64 i = 0; i < d; i++) query_sum[r] += query[r][i] *= scale;
+            out[r] = part + r * (d + 2);
+            vf total = {};
+            for (i64 i = 0; i < d; i += VL) { vf v = load(query[r] + i) * scale; store(query[r] + i, v); total += v; }
+            query_sum[r] = sum(total);
         }
         while (n && chunk.pos[n - 1] > limit[R - 1]) n--;             // what none of them may see
-        for (i64 j = 0; j < n; j += 2) {
+        for (i64 j = 0; chunk.keys && j < n; j += PANEL) {
+            vf acc[R][2] = {};
+            multiply<R>(query[0], 512, chunk.keys + j * d, d, acc);
+            for (int r = 0; r < R; r++) store(s[r] + j, acc[r][0]), store(s[r] + j + VL, acc[r][1]);
+        }
+        for (i64 j = 0; !chunk.keys && j < n; j += 2) {
             const T *one = keys + chunk.row[j] * d, *two = keys + chunk.row[std::min(j + 1, n - 1)] * d;
             for (i64 i = j; ask && i < std::min(j + 2, n); i++) {
                 fetch(keys + chunk.row[std::min(i + AHEAD, n - 1)] * d, d * sizeof(T));
@@ -515,9 +686,8 @@ template <class T> struct Attention {
         for (int r = 0; r < R; r++) {
             if (num_params)
                 for (i64 j = 0; j < n; j++) s[r][j] = s[r][j] * chunk.scale[0][j] + query_sum[r] * chunk.offset[0][j];
-            if (queries[b] > 1)
-                for (i64 j = 0; j < n; j++)
-                    if (chunk.pos[j] > limit[r] || (chunk.pos[j] <= limit[r] - window && chunk.pos[j] >= sinks)) s[r][j] = HIDDEN;
+            for (i64 j = n; j && chunk.pos[j - 1] > limit[r]; j--) s[r][j - 1] = HIDDEN;
+            for (i64 j = 0; j < n && chunk.pos[j] <= limit[r] - window; j++) if (chunk.pos[j] >= sinks) s[r][j] = HIDDEN;
             out[r][d] = softmax(s[r], n, out[r][d + 1]);
             vf offsets = {};
             if (num_params)
@@ -529,6 +699,12 @@ template <class T> struct Attention {
             extra[r] = sum(offsets);
         }
         i64 i = 0;
+        for (; chunk.values && i < d; i += PANEL) {
+            vf acc[R][2] = {};
+            multiply<R>(s[0], CHUNK + VL, chunk.values + i * CHUNK, n, acc);
+            for (int r = 0; r < R; r++)
+                for (i64 at = i; at < std::min(d, i + PANEL); at += VL) store(out[r] + at, acc[r][(at - i) / VL] + extra[r]);
+        }
         for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, n, s, i, extra, out);
         for (; i < d; i += VL) add_values<R, 1>(chunk, n, s, i, extra, out);
     }
@@ -542,18 +718,32 @@ template <class T> struct Attention {
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) store(out[r] + i + c * VL, acc[r][c] + extra[r]);
     }
-    void task(i64 b, i64 c, i64 h, i64 first, i64 last, float* part) const {   // the queries first ... last-1 of request b
+    void side_by_side(Chunk& chunk) const {
+        static thread_local std::vector<float> held;
+        float *k = scratch(held, 2 * CHUNK * (d + VL)), *v = k + CHUNK * d;
+        for (i64 j = 0; j < chunk.n; j += PANEL)
+            pack(d, std::min<i64>(PANEL, chunk.n - j), k + j * d, [&](i64 key, i64 i) { return load(keys + chunk.row[j + key] * d + i); });
+        for (i64 j = 0; j < chunk.n; j++)
+            for (i64 i = 0; i < d; i += VL) store(v + i / PANEL * PANEL * CHUNK + j * PANEL + i % PANEL, load(values + chunk.row[j] * d + i));
+        chunk.keys = k, chunk.values = v;
+    }
+    // Of the query rows that share key-value head h of request b (its queries, each with its heads), from ... to-1, against chunk c.
+    void task(i64 b, i64 c, i64 h, i64 from, i64 to, float* part) const {
         Chunk chunk;
         find(b, c, h, chunk);
-        i64 group = heads / kv_heads, begin = first * group, end = last * group;
-        for (i64 row = begin; row < end;) {
-            i64 left = end - row;
-            bool ask = row == begin;
-            if (left >= 6) block<6>(b, h, row, chunk, part, ask), row += 6;
-            else if (left >= 4) block<4>(b, h, row, chunk, part, ask), row += 4;
-            else if (left == 3) block<3>(b, h, row, chunk, part, ask), row += 3;
-            else if (left == 2) block<2>(b, h, row, chunk, part, ask), row += 2;
-            else block<1>(b, h, row, chunk, part, ask), row += 1;
+        i64 group = heads / kv_heads, before = lens[b] - queries[b], lowest = before + from / group, highest = before + (to - 1) / group;
+        while (chunk.n && chunk.pos[chunk.n - 1] > highest) chunk.n--;                                        // what none of them may see
+        if (chunk.n && chunk.pos[chunk.n - 1] <= lowest - window && chunk.pos[0] >= sinks) chunk.n = 0;
+        if (to - from >= 12) side_by_side(chunk);                                                             // from there on it pays
+        for (i64 row = from; row < to;) {
+            i64 left = to - row;
+            bool ask = row == from;
+            float* place = part + (row - from) * (d + 2);
+            if (left >= 6) block<6>(b, h, row, chunk, place, ask), row += 6;
+            else if (left >= 4) block<4>(b, h, row, chunk, place, ask), row += 4;
+            else if (left == 3) block<3>(b, h, row, chunk, place, ask), row += 3;
+            else if (left == 2) block<2>(b, h, row, chunk, place, ask), row += 2;
+            else block<1>(b, h, row, chunk, place, ask), row += 1;
         }
     }
     // Put the chunks of one query head together.
@@ -569,30 +759,44 @@ template <class T> struct Attention {
         }
         for (i64 i = 0; i < d; i++) put(out, dtype, row * d + i, o[i] / total);
     }
+    // Query rows from ... to-1 of request b that share head h, whose partial results of each chunk are `stride` numbers apart.
+    void finish(i64 b, i64 h, i64 from, i64 to, i64 chunks, const float* part, i64 stride) const {
+        for (i64 group = heads / kv_heads, row = from; row < to; row++)
+            merge((starts[b] + row / group) * heads + h * group + row % group, chunks, part + (row - from) * (d + 2), stride);
+    }
+    // With few queries, each chunk of keys is a task, and what they find waits in [chunks, kv_heads, rows, d + 2] until all are done.
+    // With many queries, there are tasks enough without: each does all chunks for some of them.
     void run(i64 requests, int threads) const {
         static thread_local std::vector<float> held;
-        // before request b: chunks of keys, tasks, and partial results
-        std::vector<i64> chunks(requests + 1), tasks(requests + 1), parts(requests + 1);
+        i64 group = heads / kv_heads;
+        std::vector<i64> chunks(requests), tasks(requests + 1), parts(requests + 1);      // tasks, partial results: before request b
         for (i64 b = 0; b < requests; b++) {
-            i64 c = (visible(b) + CHUNK - 1) / CHUNK;
-            chunks[b + 1] = chunks[b] + c;
-            tasks[b + 1] = tasks[b] + c * kv_heads * ((queries[b] + QUERIES - 1) / QUERIES);
-            parts[b + 1] = parts[b] + c * queries[b] * heads;
+            bool few = queries[b] <= QUERIES;
+            chunks[b] = (visible(b) + CHUNK - 1) / CHUNK;
+            tasks[b + 1] = tasks[b] + kv_heads * (few ? chunks[b] : (queries[b] + QUERIES - 1) / QUERIES);
+            parts[b + 1] = parts[b] + (few ? chunks[b] * queries[b] * heads : 0);
         }
         float* part = scratch(held, parts[requests] * (d + 2));
         i64 total = tasks[requests];
-        split(total, 1, threads, [&](i64 from, i64 to) {
-            for (i64 j = from; j < to; j++) {
+        split(total, 1, threads, [&](i64 first, i64 last) {
+            static thread_local std::vector<float> own;
+            for (i64 j = first; j < last; j++) {
                 i64 i = j % 2 ? total - 1 - j / 2 : j / 2;             // later queries see more keys: so take one from each end in turn
-                i64 b = std::upper_bound(tasks.begin(), tasks.end(), i) - tasks.begin() - 1;
-                i64 rest = (i - tasks[b]) / kv_heads, n = chunks[b + 1] - chunks[b], c = rest % n, first = rest / n * QUERIES;
-                task(b, c, (i - tasks[b]) % kv_heads, first, std::min<i64>(queries[b], first + QUERIES), part + (parts[b] + c * queries[b] * heads) * (d + 2));
+                i64 b = std::upper_bound(tasks.begin(), tasks.end(), i) - tasks.begin() - 1, rows = queries[b] * group;
+                i64 h = (i - tasks[b]) % kv_heads, rest = (i - tasks[b]) / kv_heads;
+                if (queries[b] <= QUERIES) task(b, rest, h, 0, rows, part + (parts[b] + (rest * kv_heads + h) * rows) * (d + 2));
+                else {
+                    i64 from = rest * QUERIES * group, to = std::min(rows, from + QUERIES * group), stride = (to - from) * (d + 2);
+                    float* mine = scratch(own, chunks[b] * stride);
+                    for (i64 c = 0; c < chunks[b]; c++) task(b, c, h, from, to, mine + c * stride);
+                    finish(b, h, from, to, chunks[b], mine, stride);
+                }
             }
         });
-        split(requests, 8, threads, [&](i64 from, i64 to) {
-            for (i64 b = from; b < to; b++)
-                for (i64 i = 0, rows = queries[b] * heads; i < rows; i++)
-                    merge(starts[b] * heads + i, chunks[b + 1] - chunks[b], part + (parts[b] + i) * (d + 2), rows * (d + 2));
+        split(requests, 8, threads, [&](i64 first, i64 last) {
+            for (i64 b = first; b < last; b++)
+                if (i64 rows = queries[b] * group; queries[b] <= QUERIES)
+                    for (i64 h = 0; h < kv_heads; h++) finish(b, h, 0, rows, chunks[b], part + (parts[b] + h * rows) * (d + 2), kv_heads * rows * (d + 2));
         });
     }
 };
