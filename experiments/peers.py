@@ -158,12 +158,11 @@ def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference:
         if isinstance(worker, str): raise Skipped(worker)
         got = worker.ask(prompts=prompts, n_out=n_out)
         if [len(t) for t in got["tokens"]] != [n_out] * len(prompts): raise RuntimeError(f"asked for {n_out} tokens, got {[len(t) for t in got['tokens']]}")
+        after = dict(decode_per_s=len(prompts) * (n_out - 1) / (got["seconds"] - max(got["first"]))) if n_out > 1 else {}
         return dict(seconds=got["seconds"], tokens_per_s=len(prompts) * n_out / got["seconds"], ttft=got["first"],
                     prompt_per_s=sum(map(len, prompts)) / max(got["first"]), prompts=len(prompts),
-                    **agreement(got["tokens"], reference))
+                    **after, **agreement(got["tokens"], reference))
     return run
-
-
 
 
 # Metrics
@@ -171,6 +170,7 @@ def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference:
 _judge = "greedy outputs against transformers float32, in every run"
 MEASURED = dict(
     prompt_per_s=Metric("tokens/s", "prompt tokens / (t_first_token of the last prompt - t_start)", "the worker's monotonic clock", True),
+    decode_per_s=Metric("tokens/s", "generated tokens but the first of each prompt / (t_end - t_first_token of the last prompt)", "the worker's monotonic clock", True),
     ttft=METRICS["ttft"],
     same=Metric("outputs", "equal to the reference throughout", _judge, True),
     ties=Metric("outputs", "others whose first difference is where the reference's best token leads by less than 0.001", _judge),
@@ -212,11 +212,13 @@ def correctness(run: Run, engine: str, workloads: Sequence[str]) -> list[str]:
 
 
 def side_by_side(run: Run) -> str:
-    "Engine by engine, as plain text: the median tokens a second of every workload, and how the greedy tokens compare with the reference; then what is missing and why."
+    "Engine by engine, as plain text: the median tokens a second of every workload (and of decoding alone, for a single prompt), and how the greedy tokens compare with the reference; then what is missing and why."
     engines, workloads = seen(run)
-    rows = [["tokens/s", *workloads, "outputs equal", "to a near tie", "first difference", "lead there"]]
+    columns = [(w, speed_metric(w), w) for w in workloads]
+    if "batch 1" in workloads: columns.insert(1, ("batch 1", "decode_per_s", "(decoding)"))
+    rows = [["tokens/s", *(title for *_, title in columns), "outputs equal", "to a near tie", "first difference", "lead there"]]
     for e in engines:
-        speeds = [quartiles(run, e, w, speed_metric(w)) for w in workloads]
+        speeds = [quartiles(run, e, w, metric) for w, metric, _ in columns]
         if any(speeds): rows.append([e, *(with_unit(q[1], "").strip() if q else "" for q in speeds), *correctness(run, e, workloads)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:]))]).rstrip() for row in rows]

@@ -431,6 +431,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'microgen.kernels.compiled': ('kernels.html#compiled', 'microgen/kernels.py'),
                                   'microgen.kernels.float_linear': ('kernels.html#float_linear', 'microgen/kernels.py'),
                                   'microgen.kernels.has_amx': ('kernels.html#has_amx', 'microgen/kernels.py'),
+                                  'microgen.kernels.has_wide_vectors': ('kernels.html#has_wide_vectors', 'microgen/kernels.py'),
                                   'microgen.kernels.head_fits': ('kernels.html#head_fits', 'microgen/kernels.py'),
                                   'microgen.kernels.install': ('kernels.html#install', 'microgen/kernels.py'),
                                   'microgen.kernels.int4_linear': ('kernels.html#int4_linear', 'microgen/kernels.py'),
