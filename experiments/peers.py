@@ -1,5 +1,5 @@
 """The engines that experiments/peers.ipynb compares: an environment for each, a process for each, arms for `microgen.bench`, and the table."""
-import hashlib, json, os, platform, re, select, shutil, subprocess, sys, tempfile
+import hashlib, json, os, platform, re, select, shutil, subprocess, sys, tempfile, time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +129,17 @@ def cpu_seconds(worker: Worker) -> float:
     return sum(p.cpu_times().user + p.cpu_times().system for p in (me, *me.children(recursive=True)))
 
 
+def settle(worker: Worker, limit: float = 20):
+    "Wait until a worker really rests: some engines look out for more work a while after a run, on cores that the next one needs."
+    before, end = cpu_seconds(worker), time.monotonic() + limit
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        now = cpu_seconds(worker)
+        if now - before < 0.015: return                   # processor time is told in steps of a hundredth
+        before = now
+    raise RuntimeError(f"still busy {limit:g} s after its run")
+
+
 # Models and tokens
 
 
@@ -157,6 +168,7 @@ def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference:
     def run(*_):
         if isinstance(worker, str): raise Skipped(worker)
         got = worker.ask(prompts=prompts, n_out=n_out)
+        settle(worker)
         if [len(t) for t in got["tokens"]] != [n_out] * len(prompts): raise RuntimeError(f"asked for {n_out} tokens, got {[len(t) for t in got['tokens']]}")
         after = dict(decode_per_s=len(prompts) * (n_out - 1) / (got["seconds"] - max(got["first"]))) if n_out > 1 else {}
         return dict(seconds=got["seconds"], tokens_per_s=len(prompts) * n_out / got["seconds"], ttft=got["first"],

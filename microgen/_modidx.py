@@ -447,6 +447,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'microgen.kernels.rms_norm': ('kernels.html#rms_norm', 'microgen/kernels.py'),
                                   'microgen.kernels.rope_': ('kernels.html#rope_', 'microgen/kernels.py'),
                                   'microgen.kernels.silu_mul': ('kernels.html#silu_mul', 'microgen/kernels.py'),
+                                  'microgen.kernels.source_hash': ('kernels.html#source_hash', 'microgen/kernels.py'),
                                   'microgen.kernels.step_tables': ('kernels.html#step_tables', 'microgen/kernels.py'),
                                   'microgen.kernels.threads': ('kernels.html#threads', 'microgen/kernels.py'),
                                   'microgen.kernels.usable': ('kernels.html#usable', 'microgen/kernels.py'),

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SOURCE', 'NATIVE', 'P', 'I', 'F32', 'LINEAR', 'SIGNATURES', 'forked', 'ENDLESS', 'KV_DTYPES', 'FLOATS', 'AMX_ROWS',
-           'KernelsUnavailable', 'compile_command', 'compiled', 'load', 'threads', 'address', 'call_linear',
-           'has_wide_vectors', 'is_short', 'step_tables', 'pool_arguments', 'call_attention', 'call_write', 'prove',
-           'library', 'available', 'why_not', 'usable', 'int8_linear', 'int8_weight_only_linear', 'int4_linear',
-           'has_amx', 'many', 'float_linear', 'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul', 'rope_',
-           'install']
+           'KernelsUnavailable', 'compile_command', 'source_hash', 'compiled', 'load', 'threads', 'address',
+           'call_linear', 'has_wide_vectors', 'is_short', 'step_tables', 'pool_arguments', 'call_attention',
+           'call_write', 'prove', 'library', 'available', 'why_not', 'usable', 'int8_linear', 'int8_weight_only_linear',
+           'int4_linear', 'has_amx', 'many', 'float_linear', 'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul',
+           'rope_', 'install']
 
 # %% ../nbs/06a_kernels.ipynb #8cef22a8
 import copy
@@ -52,10 +52,14 @@ def compile_command() -> list[str]:
     return [*found, "-O3", "-std=c++17", native, "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition", "-Wno-psabi"]
 
 # %% ../nbs/06a_kernels.ipynb #fc86e645
+def source_hash() -> str:
+    "Sixteen hex digits that stand for the source."
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
 def compiled() -> Path:
     "The compiled library, from the cache or made now. Raises `KernelsUnavailable`."
     command = compile_command()
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, os.path.realpath(shutil.which(command[0]) or ""), cpu())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((source_hash(), command, os.path.realpath(shutil.which(command[0]) or ""), cpu())).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"{key}.so"
     if target.exists(): return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from .devices import Device, best_seconds, cache_dir, compute_dtype, fingerprint, free_memory, get_device, keep, recall
-from .kernels import available, float_linear
+from .kernels import available, float_linear, source_hash
 
 # %% ../nbs/06c_linear.ipynb #ba865419
 def plain(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
@@ -96,7 +96,7 @@ def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width
 # %% ../nbs/06c_linear.ipynb #c10a8346
 def fastest_ways(times: dict[str, list[float]], narrow: bool = False) -> tuple[tuple[float, str], ...]:
     "Pairs (at most so many rows, name of the fastest way), from the times of `measure_ways`."
-    handicap = dict(packed=1.25) | (dict(plain=1.25, widened=1.0, compiled=1.0) if narrow else dict(plain=1.0, compiled=1.1))
+    handicap = dict(compiled=1.0, plain=1.25 ** (1 + narrow), widened=1.25, packed=1.25 ** 2)
     cost = lambda i: lambda name: times[name][i] * handicap[name]
     best = [min(times, key=cost(i)) for i in range(len(ROWS))]
     limits = [math.sqrt(a * b) for a, b in zip(ROWS, ROWS[1:])] + [math.inf]
@@ -130,7 +130,7 @@ def _sound(times, names) -> bool:
 def way_times(device: Device, dtype: torch.dtype) -> dict[str, list[float]]:
     "`measure_ways` of all that is usable, now or as it was measured on this machine before."
     names = tuple(usable_ways(device, dtype))
-    return _known_ways(f"{fingerprint(device)} {dtype} {' '.join(names)}", device, dtype, names)
+    return _known_ways(f"{fingerprint(device)} {dtype} {' '.join(names)} {source_hash()}", device, dtype, names)
 
 def chosen_ways(device: Device, dtype: torch.dtype, nbytes: int) -> tuple[tuple[float, str], ...]:
     "`fastest_ways` for layers whose weights are `nbytes` of `dtype` on `device`: packed copies only where there is room for them."
