@@ -160,7 +160,7 @@ def prove(library: ctypes.CDLL):
     rand = lambda *shape: torch.randn(*shape, generator=g)
     def agree(name, ours, plain, tolerance=1e-4):
         if not (ours.float() - plain.float()).abs().max() <= tolerance: raise KernelsUnavailable(f"{name} differs from PyTorch on this machine")
-    for n, inputs, outputs, dtype in ((1, 200, 30, torch.float32), (7, 96, 9, torch.bfloat16), (21, 200, 37, torch.float32)):
+    for n, inputs, outputs, dtype in ((1, 328, 30, torch.float32), (7, 96, 9, torch.bfloat16), (21, 328, 37, torch.float32)):
         x, w, bias = rand(n, inputs).to(dtype), rand(outputs, inputs) / 16, rand(outputs)
         codes, scale = quantization.quantize_rows(w)
         codes[:, 0], scale = -127, scale.flatten()

@@ -168,15 +168,12 @@ inline const float* floats(const void* x, int dtype, i64 n) {
 #define SEPARATE __attribute__((noinline))   // a function of its own gets the registers to itself
 constexpr i64 TILE = 64 << 10;   // bytes of weights that wait in the cache while all rows pass over them
 
-inline void fetch(const void* p, i64 bytes) {   // ask for what will be read next
+inline void fetch(const void* p, i64 bytes) {   // ask for what will be read soon
     for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i);
 }
-// R rows of activations from row r on, against the weights of outputs c ... end-1, which the first strip of a tile brings in.
-template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end, i64 row_bytes) {
-    for (; c + C <= end; c += C) {
-        if (r == 0) fetch((const char*)kernel.w + (c + C) * row_bytes, C * row_bytes);
-        kernel.template block<R, C>(r, c);
-    }
+// R rows of activations from row r on, against the weights of outputs c ... end-1. Each block asks, a little at a time, for the weights of the next.
+template <int R, int C, class K> void strip(const K& kernel, i64 r, i64 c, i64 end) {
+    for (; c + C <= end; c += C) kernel.template block<R, C>(r, c);
     for (; c < end; c++)
         for (int i = 0; i < R; i++) kernel.template block<1, 1>(r + i, c);
 }
@@ -185,9 +182,9 @@ template <class K> void tiles(const K& kernel, i64 n, i64 out, i64 row_bytes, in
     split(out, 4, threads, [&](i64 first, i64 last) {
         for (i64 t = first; t < last; t += tile)
             for (i64 r = 0, end = std::min(last, t + tile); r < n;)
-                if (n - r >= 4) strip<4, 2>(kernel, r, t, end, row_bytes), r += 4;
-                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end, row_bytes), r += 2;
-                else strip<1, 4>(kernel, r, t, end, row_bytes), r += 1;
+                if (n - r >= 4) strip<4, 2>(kernel, r, t, end), r += 4;
+                else if (n - r >= 2) strip<2, 4>(kernel, r, t, end), r += 2;
+                else strip<1, 4>(kernel, r, t, end), r += 1;
     });
 }
 
@@ -275,6 +272,7 @@ template <class W> struct Float {
         vf acc[R][C] = {};
         i64 i = 0;
         for (; i + VL <= k; i += VL) {
+            fetch(ws + C * (k + i), C * VL * sizeof(W));
             vf wv[C];
             for (int c = 0; c < C; c++) wv[c] = load(ws + c * k + i);
             for (int r = 0; r < R; r++) {
@@ -334,6 +332,7 @@ constexpr int SHIFT = 128;
 template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
     __m512i acc[R][C] = {}, shifted[C] = {}, shift = _mm512_set1_epi8(char(SHIFT));
     for (i64 i = 0; i < k; i += 64) {
+        fetch(w + C * (k + i), C * 64);
         __mmask64 mask = k - i >= 64 ? ~0ull : (1ull << (k - i)) - 1;
         __m512i wv[C];
         for (int c = 0; c < C; c++) {
@@ -360,6 +359,7 @@ template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t
     __m256i acc[R][C] = {}, ones = _mm256_set1_epi16(1);
     i64 i = 0;
     for (; i + 32 <= k; i += 32) {
+        fetch(w + C * (k + i), C * 32);
         __m256i wv[C], size[C];
         for (int c = 0; c < C; c++) size[c] = _mm256_abs_epi8(wv[c] = _mm256_loadu_si256((const __m256i*)(w + c * k + i)));
         for (int r = 0; r < R; r++) {
@@ -378,6 +378,7 @@ template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t
 typedef int8_t Code;             // plain loops, which compilers turn into the dot products of Arm
 constexpr int SHIFT = 0;
 template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
+    fetch(w + C * k, C * k);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
             int32_t s = 0;
@@ -486,16 +487,19 @@ inline vf group_dot(const Bytes& w, const Bytes& x) {
     return vf{float(s)};
 }
 #endif
-inline vf halves(const f16* p, i64 n) {       // the first n of eight, then zeros
+inline vf halves(const f16* p, i64 n, i64 before) {       // the first n of eight, then zeros; `before` more lie in front of them
     f16 some[VL] = {};
-    if (n < VL) { memcpy(some, p, sizeof(f16) * n); p = some; }
 #ifdef __F16C__
-    return (vf)_mm256_cvtph_ps(raw<__m128i>(p));
-#else
-    vf v;
-    for (int i = 0; i < VL; i++) v[i] = wide(p[i]);
-    return v;
+    if (n >= VL) return (vf)_mm256_cvtph_ps(raw<__m128i>(p));
+    if (before >= VL - n) {                               // read the eight that end with them, and move them to the front
+        static const int8_t move[2 * sizeof some] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+        return (vf)_mm256_cvtph_ps(_mm_shuffle_epi8(raw<__m128i>(p + n - VL), raw<__m128i>(move + 2 * (VL - n))));
+    }
 #endif
+    std::copy(p, p + std::min<i64>(n, VL), some);
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = wide(some[i]);
+    return v;
 }
 struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and scale times the sum of its codes [n, stride]
     const int8_t* x; const float *a, *sums; const uint8_t* w; const f16 *scale, *zero; const float* bias; void* y; int dtype; i64 k, groups, stride, out;
@@ -503,15 +507,20 @@ struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and s
     template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
         vf acc[R][C] = {};
         for (i64 g = 0; g < groups; g += VL) {
+            fetch(scale + (c0 + C) * groups + C * g, C * VL * sizeof(f16));
+            fetch(zero + (c0 + C) * groups + C * g, C * VL * sizeof(f16));
             float s[R][C][VL];
+#pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
-                vf sc = halves(scale + (c0 + c) * groups + g, groups - g), zc = halves(zero + (c0 + c) * groups + g, groups - g);
+                vf sc = halves(scale + (c0 + c) * groups + g, groups - g, g), zc = halves(zero + (c0 + c) * groups + g, groups - g, g);
+#pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     store(s[r][c], sc * load(a + (r0 + r) * stride + g));
                     acc[r][c] += zc * load(sums + (r0 + r) * stride + g);
                 }
             }
             for (i64 j = 0; j < std::min<i64>(VL, groups - g); j++) {
+                fetch(w + ((c0 + C) * groups + C * (g + j)) * (GROUP / 2), C * (GROUP / 2));
                 Bytes wv[C];
                 for (int c = 0; c < C; c++) wv[c] = nibbles(w + ((c0 + c) * groups + g + j) * (GROUP / 2));
                 for (int r = 0; r < R; r++) {
@@ -527,7 +536,7 @@ struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and s
     static constexpr i64 many = 8;
     void pack(i64 c0, i64 count, float* p) const {       // words of four codes; behind them the scales and zero points of all groups
         ::pack(k / 4, count, p, [&](i64 c, i64 i) { return (vf)nibbles(w + (c0 + c) * k / 2 + 2 * i); });
-        auto of = [&](const f16* from) { return [=](i64 c, i64 g) { return halves(from + (c0 + c) * groups + g, groups - g); }; };
+        auto of = [&](const f16* from) { return [=](i64 c, i64 g) { return halves(from + (c0 + c) * groups + g, groups - g, g); }; };
         ::pack(stride, count, p + k / 4 * PANEL, of(scale));
         ::pack(stride, count, p + (k / 4 + stride) * PANEL, of(zero));
     }
