@@ -10,7 +10,7 @@ from operator import is_
 import torch
 import torch.nn.functional as F
 from torch import nn
-from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, head_fits, is_short, library, many, pool_arguments, step_tables, threads
+from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, amx_serves, head_fits, is_short, library, pool_arguments, step_tables, threads
 from .kv_cache import KVPool, StepInput
 from .linear import Linear, compiled
 from .models import Decoder, DecoderLayer, RMSNorm, StepContext
@@ -77,7 +77,7 @@ class CompiledLayers:
         "Whether `run` can do `step` of `model`, which writes to `pool`."
         if model is not self.model or pool.keys[0] is not self.keys or self.watch and not self.watch.same(): self._look(model, pool)
         n = len(step.token_ids)
-        if self.table is None or not n or many(n) or not all(map(is_short, step.query_lens, step.seq_lens)): return False
+        if self.table is None or not n or amx_serves(n) or not all(map(is_short, step.query_lens, step.seq_lens)): return False
         if min(step.slot_mapping) < 0 or max(step.slot_mapping) >= pool.num_blocks * pool.block_size: return False     # whose error it is will be said elsewhere
         return all(next(way for most, way in ways if n <= most) is compiled for ways in self.ways)
 

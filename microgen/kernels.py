@@ -7,8 +7,8 @@ __all__ = ['SOURCE', 'NATIVE', 'P', 'I', 'F32', 'LINEAR', 'SIGNATURES', 'forked'
            'KernelsUnavailable', 'compile_command', 'source_hash', 'compiled', 'load', 'threads', 'address',
            'call_linear', 'has_wide_vectors', 'is_short', 'step_tables', 'pool_arguments', 'call_attention',
            'call_write', 'prove', 'library', 'available', 'why_not', 'usable', 'int8_linear', 'int8_weight_only_linear',
-           'int4_linear', 'has_amx', 'many', 'float_linear', 'head_fits', 'attention_compiled', 'rms_norm', 'silu_mul',
-           'rope_', 'install']
+           'int4_linear', 'has_amx', 'amx_serves', 'float_linear', 'head_fits', 'attention_compiled', 'rms_norm',
+           'silu_mul', 'rope_', 'install']
 
 # %% ../nbs/06a_kernels.ipynb #8cef22a8
 import copy
@@ -218,7 +218,7 @@ def usable(x: torch.Tensor) -> ctypes.CDLL | None:
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`quantization.int8_linear`, to the last bit: `x` `[N, in]`, `weight` int8 `[out, in]` -> `[N, out]` in the dtype of `x`."
-    if not (found := usable(x)) or many(len(x)): return quantization.int8_linear(x, weight, scale, bias)
+    if not (found := usable(x)) or amx_serves(len(x)): return quantization.int8_linear(x, weight, scale, bias)
     return call_linear(found, "int8_linear", x, weight, (scale,), bias)
 
 def int8_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -239,9 +239,9 @@ def has_amx() -> bool:
     "Whether this processor multiplies tiles of int8 (AMX)."
     return "amx_int8" in cpu()[1]
 
-def many(n: int) -> bool:
+def amx_serves(n: int) -> bool:
     "Whether `n` rows are for the library's int8 products."
-    return n >= AMX_ROWS and has_amx() and quantization.library_is_exact(torch.device("cpu"))
+    return n >= AMX_ROWS and has_amx() and quantization.library_serves(torch.device("cpu"))
 
 # %% ../nbs/06a_kernels.ipynb #b14ebc2b
 def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

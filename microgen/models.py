@@ -378,4 +378,4 @@ class LocalExecutor:
         if len(tokens) > len(lens): lens = lens.repeat_interleave(queries)
         hidden = self.model(tokens, positions, lens, plan, self.pool, self.attention, all_layers)
         if not step.logit_rows: return torch.empty(0, self.model.config.vocab_size, device=self.device)
-        return self.model.logits(hidden[rows])
+        return self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
