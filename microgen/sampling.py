@@ -297,10 +297,9 @@ def _padded(x: torch.Tensor, fill: float) -> torch.Tensor:
 def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest value of each row of `[R, V]` (NaN if there is one) and the lowest index that has it, both `[R]`."""
     chunks = _padded(x, -math.inf).unflatten(1, (CHUNK, -1))
-    tops = chunks.amax(-1)
-    chunk = tops.argmax(-1)
+    best, chunk = chunks.amax(-1).max(-1)
     inside = chunks[torch.arange(len(x), device=x.device), chunk].argmax(-1)
-    return tops.amax(-1), chunk * chunks.shape[2] + inside
+    return best, chunk * chunks.shape[2] + inside
 
 
 def _take(x: torch.Tensor, index: list[int]) -> torch.Tensor:
