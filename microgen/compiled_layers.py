@@ -10,10 +10,11 @@ from operator import is_
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, amx_serves, head_fits, is_short, library, pool_arguments, step_tables, threads
 from .kv_cache import KVPool, StepInput
 from .linear import Linear, compiled
-from .models import Decoder, DecoderLayer, RMSNorm, StepContext
+from .models import MLP, Attention, Decoder, DecoderLayer, RMSNorm, StepContext
 from .quantization import COMPILED, QuantizedLinear
 
 # %% ../nbs/07b_one_call.ipynb #6bb6b124
@@ -32,9 +33,10 @@ def matrix(linear: nn.Module) -> tuple[list[int], torch.Tensor | None] | None:
 # %% ../nbs/07b_one_call.ipynb #5304af01
 def layer_words(layer: nn.Module, pool: list[torch.Tensor | None]) -> tuple[list[int], list[tuple]] | None:
     "What the kernels know of a decoder layer with these keys, values and parameters, and pairs of biases (theirs, the layer's); None if they do not serve it."
+    if type(layer) is not DecoderLayer or type(layer.attn) is not Attention or type(layer.mlp) is not MLP: return None
     attn, mlp = layer.attn, layer.mlp
+    if not mlp.gated or mlp.act is not F.silu: return None
     norms = [layer.input_norm, layer.post_norm, *((attn.q_norm, attn.k_norm) if attn.qk_norm else (None, None))]
-    if type(layer) is not DecoderLayer or not mlp.gated or mlp.act is not F.silu: return None
     if any(n and not (type(n) is RMSNorm and n.weight.dtype is torch.float32) for n in norms): return None
     linears = attn.qkv_proj, attn.o_proj, mlp.up_proj, mlp.down_proj
     matrices = [matrix(m) for m in linears]
@@ -42,59 +44,59 @@ def layer_words(layer: nn.Module, pool: list[torch.Tensor | None]) -> tuple[list
     words = [n.weight.data_ptr() if n else 0 for n in norms] + [w for words, _ in matrices for w in words] + [address(t) or 0 for t in pool] + [attn.window or ENDLESS]
     return words, [(bias, m.bias) for (_, bias), m in zip(matrices, linears) if bias is not None and bias is not m.bias]
 
-# %% ../nbs/07b_one_call.ipynb #b5eded16
+# %% ../nbs/07b_one_call.ipynb #f45cc0e9
 def listeners(model: nn.Module) -> list[dict]:
-    "The hooks of all modules in the layers."
-    return [hooks for layer in model.layers for m in layer.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    "The hooks of all modules in the layers, and those of every module there is."
+    return [hooks for layer in model.layers for m in layer.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)] + [_global_forward_hooks, _global_forward_pre_hooks]
 
 class Watch:
     "Is everything in `model` that the table was made from still as it was?"
     def __init__(self, model: nn.Module):
-        modules = [m for layer in model.layers for m in layer.modules()]
-        held = [(d, name, thing) for m in (*modules, model.layers) for d in (m._modules, m._parameters, m._buffers) for name, thing in d.items() if thing is not None]
+        modules = [model, model.layers, *(m for layer in model.layers for m in layer.modules())]
+        held = [(d, name, thing) for m in modules for d in (m._modules, m._parameters, m._buffers) for name, thing in d.items()]     # None, too: a bias may come
         self.dicts, self.names, self.things = map(list, zip(*held))
         self.tensors = [t for t in self.things if isinstance(t, torch.Tensor)]
         self.addresses = [*map(torch.Tensor.data_ptr, self.tensors)]
         self.kept = [t.detach() for t in self.tensors]                      # so that no address is given to others meanwhile
-        self.hooks = listeners(model)
+        self.hooks, self.layers, self.depth = listeners(model), model.layers, len(model.layers)
         self.attentions = [layer.attn for layer in model.layers]
         self.windows = [attn.window for attn in self.attentions]
 
     def same(self) -> bool:
         "Whether all is as it was, and nobody listens."
         return (all(map(is_, map(dict.get, self.dicts, self.names), self.things)) and [*map(torch.Tensor.data_ptr, self.tensors)] == self.addresses
-                and not any(self.hooks) and [attn.window for attn in self.attentions] == self.windows)
+                and not any(self.hooks) and len(self.layers) == self.depth and [attn.window for attn in self.attentions] == self.windows)
 
 # %% ../nbs/07b_one_call.ipynb #b856642d
 PARTS = ("norms", "q, k, v", "rotary", "cache write", "attention", "attention out", "MLP up", "activation", "MLP down")   # as the C code counts them
 
 class CompiledLayers:
-    "All layers of a model in one call of the compiled kernels. (A function that replaces a module's `forward` is not seen; hooks are.)"
-    def __init__(self): self.model = self.keys = self.watch = self.table = None; self.spent = torch.zeros(len(PARTS), dtype=torch.float64)
+    "All layers of a model in one call of the compiled kernels. (Not seen: a function that replaces a module's `forward`, another `eps`, other `ways`.)"
+    def __init__(self): self.model = self.pool = self.watch = self.table = None; self.spent = torch.zeros(len(PARTS), dtype=torch.float64)
     def __deepcopy__(self, memo) -> "CompiledLayers": return CompiledLayers()    # addresses are not for others
 
     def serves(self, step: StepInput, model: Decoder, pool: KVPool) -> bool:
         "Whether `run` can do `step` of `model`, which writes to `pool`."
-        if model is not self.model or pool.keys[0] is not self.keys or self.watch and not self.watch.same(): self._look(model, pool)
+        if model is not self.model or not all(map(is_, pool.storage(), self.pool)) or self.watch and not self.watch.same(): self._look(model, pool)
         n = len(step.token_ids)
-        if self.table is None or not n or amx_serves(n) or not all(map(is_short, step.query_lens, step.seq_lens)): return False
+        if self.table is None or not n or self.int8 and amx_serves(n) or not all(map(is_short, step.query_lens, step.seq_lens)): return False
         if min(step.slot_mapping) < 0 or max(step.slot_mapping) >= pool.num_blocks * pool.block_size: return False     # whose error it is will be said elsewhere
         return all(next(way for most, way in ways if n <= most) is compiled for ways in self.ways)
 
     def _look(self, model: Decoder, pool: KVPool):
         "Make the table for `model` and `pool`, if the kernels serve all of it."
         c, params = model.config, getattr(pool, "params", [None] * pool.num_layers)
-        self.model = self.keys = self.watch = self.table = self.pool = None
+        self.model = self.watch = self.table = self.pool = None
         if any(listeners(model)): return                                    # ask again at the next step
-        self.model, self.keys = model, pool.keys[0]
+        self.model, self.pool, keys = model, pool.storage(), pool.keys[0]
         if not library() or c.rope is None or not head_fits(c.head_dim): return
-        if model.compute_dtype is not torch.float32 or not self.keys.is_cpu or self.keys.dtype not in KV_DTYPES: return
-        if len({(l.attn.heads, l.attn.kv_heads, l.mlp.down_proj.in_features) for l in model.layers if hasattr(l.mlp.down_proj, "in_features")}) != 1: return
+        if model.compute_dtype is not torch.float32 or not keys.is_cpu or keys.dtype not in KV_DTYPES: return
         found = [layer_words(layer, [*tensors]) for layer, *tensors in zip(model.layers, pool.keys, pool.values, params)]
-        if None in found: return
-        self.table, self.pool, self.watch = torch.tensor([words for words, _ in found], dtype=torch.int64), pool.storage(), Watch(model)
+        if None in found or len({(l.attn.heads, l.attn.kv_heads, l.mlp.down_proj.in_features) for l in model.layers}) != 1: return
+        self.table, self.watch = torch.tensor([words for words, _ in found], dtype=torch.int64), Watch(model)
         self.biases = [pair for _, pairs in found for pair in pairs]
         self.ways = {m.ways for layer in model.layers for m in layer.modules() if type(m) is Linear}
+        self.int8 = any(getattr(m, "format", None) == "int8" for layer in model.layers for m in layer.modules())
 
     def run(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         "As `Decoder.one_by_one`."

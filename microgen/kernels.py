@@ -212,23 +212,24 @@ def why_not() -> str | None:
 # %% ../nbs/06a_kernels.ipynb #c6ac1ac6
 FLOATS = {torch.float32: "float32_linear", torch.bfloat16: "bfloat16_linear"}
 
-def usable(x: torch.Tensor) -> ctypes.CDLL | None:
-    "The library, if there are kernels for a tensor like `x`."
-    return library() if x.is_cpu and x.dtype in FLOATS else None
+def usable(x: torch.Tensor, *weights: torch.Tensor | None) -> ctypes.CDLL | None:
+    "The library, if there are kernels for a tensor like `x`, and `weights` lie as they need them."
+    fit = x.is_cpu and x.dtype in FLOATS and all(w is None or w.is_cpu and w.is_contiguous() for w in weights)
+    return library() if fit else None
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`quantization.int8_linear`, to the last bit: `x` `[N, in]`, `weight` int8 `[out, in]` -> `[N, out]` in the dtype of `x`."
-    if not (found := usable(x)) or amx_serves(len(x)): return quantization.int8_linear(x, weight, scale, bias)
+    if not (found := usable(x, weight, scale, bias)) or amx_serves(len(x)): return quantization.int8_linear(x, weight, scale, bias)
     return call_linear(found, "int8_linear", x, weight, (scale,), bias)
 
 def int8_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`quantization.int8_weight_only_linear`: `x` is not quantised."
-    if not (found := usable(x)): return quantization.int8_weight_only_linear(x, weight, scale, bias)
+    if not (found := usable(x, weight, scale, bias)): return quantization.int8_weight_only_linear(x, weight, scale, bias)
     return call_linear(found, "int8_weight_only_linear", x, weight, (scale,), bias)
 
 def int4_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`quantization.int4_linear`: `weight` uint8 `[out, in / 2]`, `scale`, `zero` float16 `[out, in / 32]`; `x` in int8, a scale per group."
-    if not (found := usable(x)): return quantization.int4_linear(x, weight, scale, zero, bias)
+    if not (found := usable(x, weight, scale, zero, bias)): return quantization.int4_linear(x, weight, scale, zero, bias)
     return call_linear(found, "int4_linear", x, weight, (scale, zero), bias)
 
 # %% ../nbs/06a_kernels.ipynb #3ae791b3
@@ -246,9 +247,9 @@ def amx_serves(n: int) -> bool:
 # %% ../nbs/06a_kernels.ipynb #b14ebc2b
 def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`x @ weight.T + bias` with float32 sums: `x` `[N, in]`, `weight` `[out, in]`, each float32 or bfloat16 -> `[N, out]` in the dtype of `x`."
-    if not (found := usable(x)) or weight.dtype not in FLOATS:
+    if not (found := usable(x, weight)) or weight.dtype not in FLOATS:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    return call_linear(found, FLOATS[weight.dtype], x, weight, bias=None if bias is None else bias.float())
+    return call_linear(found, FLOATS[weight.dtype], x, weight, bias=None if bias is None else bias.float().contiguous())
 
 # %% ../nbs/06a_kernels.ipynb #73bd5b82
 def head_fits(d: int) -> bool:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TILE', 'ROWS', 'WAYS', 'plain', 'tile_buffer', 'widened', 'pack', 'packed', 'compiled', 'Linear', 'usable_ways',
-           'measure_ways', 'fastest_ways', 'least_seconds', 'agree', 'way_times', 'chosen_ways', 'use_fastest_ways',
+           'measure_ways', 'fastest_ways', 'chosen_seconds', 'agree', 'way_times', 'chosen_ways', 'use_fastest_ways',
            'fastest_dtype']
 
 # %% ../nbs/06c_linear.ipynb #2be6a2e3
@@ -44,13 +44,19 @@ def widened(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     return out if layer.bias is None else out.add_(layer.bias)
 
 # %% ../nbs/06c_linear.ipynb #a0e2eadf
+def _state(weight: torch.Tensor) -> tuple:
+    "What changes when `weight` is changed: a copy is then no longer one."
+    return weight.data_ptr(), None if weight.is_inference() else weight._version
+
 def pack(layer: nn.Linear, rows: int = 16):
     "Keep a copy of the weights in oneDNN's own order, as it likes it for `rows` rows."
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
     layer.register_buffer("packed", packed, persistent=False)
+    layer.packed_of = _state(layer.weight)
 
 def packed(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     "oneDNN's product of packed weights, in their dtype."
+    if layer.packed_of != _state(layer.weight): pack(layer)
     return torch.ops.mkldnn._linear_pointwise(x.to(layer.weight.dtype), layer.packed, layer.bias, "none", [], "").to(x.dtype)
 
 # %% ../nbs/06c_linear.ipynb #fbef8766
@@ -102,9 +108,10 @@ def fastest_ways(times: dict[str, list[float]], narrow: bool = False) -> tuple[t
     limits = [math.sqrt(a * b) for a, b in zip(ROWS, ROWS[1:])] + [math.inf]
     return tuple((most, name) for i, (most, name) in enumerate(zip(limits, best)) if best[i + 1:i + 2] != [name])
 
-def least_seconds(times: dict[str, list[float]]) -> list[float]:
-    "The time of the fastest way for each of `ROWS`."
-    return [min(column) for column in zip(*times.values())]
+def chosen_seconds(times: dict[str, list[float]], narrow: bool = False) -> list[float]:
+    "The time for each of `ROWS` of the way that `fastest_ways` picks."
+    ways = fastest_ways(times, narrow)
+    return [times[next(name for most, name in ways if rows <= most)][i] for i, rows in enumerate(ROWS)]
 
 # %% ../nbs/06c_linear.ipynb #2cedecab
 def agree(first: dict[str, list[float]], again: dict[str, list[float]], most: float = 1.3) -> bool:
@@ -150,7 +157,7 @@ def use_fastest_ways(model: nn.Module, device: Device, dtype: torch.dtype):
 # %% ../nbs/06c_linear.ipynb #df55ee9a
 def fastest_dtype(device: Device) -> tuple[torch.dtype, str]:
     "The dtype to keep weights in on the CPU `device`, and what was measured."
-    wide, narrow = (least_seconds(way_times(device, dtype)) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (chosen_seconds(way_times(device, dtype), compute_dtype(dtype, device) != dtype) for dtype in (torch.float32, torch.bfloat16))
     gains = [a / b for a, b in zip(wide, narrow)]
     told = ", ".join(f"{gain:.1f} x at {rows}" for gain, rows in zip(gains, ROWS))
     return (torch.bfloat16 if math.prod(gains) > 1.05 ** len(ROWS) else torch.float32), f"bfloat16 against float32 weights: {told} rows"

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <thread>
 #include <vector>
-#ifdef __AVX2__
+#if defined __AVX2__ || defined __F16C__
 #include <immintrin.h>
 #endif
 #ifdef _OPENMP
@@ -378,7 +378,6 @@ template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t
 typedef int8_t Code;             // plain loops, which compilers turn into the dot products of Arm
 constexpr int SHIFT = 0;
 template <int R, int C> inline void dots(const Code* x, i64 stride, const int8_t* w, i64 k, int32_t (*sums)[C]) {
-    fetch(w + C * k, C * k);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
             int32_t s = 0;
