@@ -375,7 +375,7 @@ class LocalExecutor:
         plan = plan_attention(step, self.pool.block_size, self.device, self.model.config.attention_sinks, slots)
         if step.block_copies: self.pool.copy_blocks(step.block_copies)
         all_layers = self.one_call.run if self.one_call and self.one_call.serves(step, self.model, self.pool) else None
-        if len(tokens) > len(lens): lens = lens.repeat_interleave(queries)
+        if any(n != 1 for n in step.query_lens): lens = lens.repeat_interleave(queries)
         hidden = self.model(tokens, positions, lens, plan, self.pool, self.attention, all_layers)
         if not step.logit_rows: return torch.empty(0, self.model.config.vocab_size, device=self.device)
-        return self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        return self.model.logits(hidden[rows])
