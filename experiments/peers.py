@@ -163,11 +163,17 @@ def agreement(outputs: Sequence[Sequence[int]], reference: Sequence[tuple[list[i
                 lead=max((lead for _, lead in wrong), default=0.0))
 
 
-def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference: list) -> Callable[..., dict]:
-    "An arm for `bench.trials`: one run of all prompts, timed by the worker. Where there is no worker, it raises `Skipped` with the reason."
+def arm(worker: "Worker | str", prompts: list[list[int]], n_out: int, reference: list, in_turn: bool = False) -> Callable[..., dict]:
+    """An arm for `bench.trials`: one run of all prompts, timed by the worker, or with `in_turn` one run for each, as if without a pause.
+
+    Where there is no worker, it raises `Skipped` with the reason."""
     def run(*_):
         if isinstance(worker, str): raise Skipped(worker)
-        got = worker.ask(prompts=prompts, n_out=n_out)
+        got = dict(seconds=0.0, first=[], tokens=[])
+        for part in ([p] for p in prompts) if in_turn else (prompts,):
+            more = worker.ask(prompts=part, n_out=n_out)
+            got = dict(seconds=got["seconds"] + more["seconds"], first=got["first"] + [got["seconds"] + t for t in more["first"]],
+                       tokens=got["tokens"] + more["tokens"])
         settle(worker)
         if [len(t) for t in got["tokens"]] != [n_out] * len(prompts): raise RuntimeError(f"asked for {n_out} tokens, got {[len(t) for t in got['tokens']]}")
         after = dict(decode_per_s=len(prompts) * (n_out - 1) / (got["seconds"] - max(got["first"]))) if n_out > 1 else {}
