@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, amx_serves, head_fits, is_short, library, pool_arguments, step_tables, threads
+from .kernels import ENDLESS, FLOATS, KV_DTYPES, I, address, head_fits, library, pool_arguments, step_tables, threads
 from .kv_cache import KVPool, StepInput
 from .linear import Linear, compiled
 from .models import MLP, Attention, Decoder, DecoderLayer, RMSNorm, StepContext
@@ -55,7 +55,7 @@ class Watch:
         modules = [model, model.layers, *(m for layer in model.layers for m in layer.modules())]
         held = [(d, name, thing) for m in modules for d in (m._modules, m._parameters, m._buffers) for name, thing in d.items()]     # None, too: a bias may come
         self.dicts, self.names, self.things = map(list, zip(*held))
-        self.tensors = [t for t in self.things if isinstance(t, torch.Tensor)]
+        self.tensors = [t for t in self.things if isinstance(t, torch.Tensor) and t.layout is torch.strided]   # oneDNN's own have no address
         self.addresses = [*map(torch.Tensor.data_ptr, self.tensors)]
         self.kept = [t.detach() for t in self.tensors]                      # so that no address is given to others meanwhile
         self.hooks, self.layers, self.depth = listeners(model), model.layers, len(model.layers)
@@ -79,7 +79,7 @@ class CompiledLayers:
         "Whether `run` can do `step` of `model`, which writes to `pool`."
         if model is not self.model or not all(map(is_, pool.storage(), self.pool)) or self.watch and not self.watch.same(): self._look(model, pool)
         n = len(step.token_ids)
-        if self.table is None or not n or self.int8 and amx_serves(n) or not all(map(is_short, step.query_lens, step.seq_lens)): return False
+        if self.table is None or not n: return False
         if min(step.slot_mapping) < 0 or max(step.slot_mapping) >= pool.num_blocks * pool.block_size: return False     # whose error it is will be said elsewhere
         return all(next(way for most, way in ways if n <= most) is compiled for ways in self.ways)
 
@@ -96,7 +96,6 @@ class CompiledLayers:
         self.table, self.watch = torch.tensor([words for words, _ in found], dtype=torch.int64), Watch(model)
         self.biases = [pair for _, pairs in found for pair in pairs]
         self.ways = {m.ways for layer in model.layers for m in layer.modules() if type(m) is Linear}
-        self.int8 = any(getattr(m, "format", None) == "int8" for layer in model.layers for m in layer.modules())
 
     def run(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         "As `Decoder.one_by_one`."

@@ -129,8 +129,8 @@ def fast_dtypes(device: Device) -> list[str]:
 
 # %% ../nbs/02_devices.ipynb #c9838265
 def compute_dtype(dtype: torch.dtype, device: Device) -> torch.dtype:
-    "What to compute in when weights are kept in `dtype`: the same where `device` has units for it, else float32."
-    return dtype if str(dtype).removeprefix("torch.") in fast_dtypes(device) else torch.float32
+    "What to compute in, between the matrix products, when weights are kept in `dtype`: on a CPU float32; elsewhere `dtype`, if `device` has units for it."
+    return dtype if device.kind != "cpu" and str(dtype).removeprefix("torch.") in fast_dtypes(device) else torch.float32
 
 # %% ../nbs/02_devices.ipynb #b0ab7224
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from .devices import Device, best_seconds, cache_dir, compute_dtype, fingerprint, free_memory, get_device, keep, recall
+from .devices import Device, best_seconds, cache_dir, compute_dtype, fast_dtypes, fingerprint, free_memory, get_device, keep, recall
 from .kernels import available, float_linear, source_hash
 
 # %% ../nbs/06c_linear.ipynb #ba865419
@@ -80,8 +80,8 @@ WAYS: dict[str, Callable] = {"plain": plain, "widened": widened, "packed": packe
 def usable_ways(device: Device, dtype: torch.dtype) -> list[str]:
     "Names of the `WAYS` that may serve weights of `dtype` on `device`."
     if device.kind != "cpu": return ["plain"]
-    narrow = compute_dtype(dtype, device) != dtype
-    return ["plain"] + ["widened"] * narrow + ["packed"] * (not narrow and dtype.itemsize == 2) + ["compiled"] * (dtype != torch.float16 and available())
+    narrow, native = dtype != torch.float32, str(dtype)[6:] in fast_dtypes(device)
+    return ["plain"] + ["widened"] * narrow + ["packed"] * (narrow and native) + ["compiled"] * (dtype != torch.float16 and available())
 
 def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width: int = 1024, count: int = 24) -> dict[str, list[float]]:
     "Seconds of each way (`plain` first) for `ROWS`, per layer of `width` × `width` weights, walking through `count` of them."

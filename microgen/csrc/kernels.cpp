@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #if defined __AVX2__ || defined __F16C__
 #include <immintrin.h>
@@ -16,6 +17,11 @@
 #endif
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define VNNI
+#endif
+#if defined VNNI && defined __AMX_INT8__ && defined __AMX_BF16__ && defined __AVX512BF16__ && defined __linux__
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 typedef int64_t i64;
 
@@ -65,6 +71,19 @@ inline float sum(vf v) {
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(raw<vh>(p), vi) << 16); }
 inline vf load(const int8_t* p) { return __builtin_convertvector(raw<vb>(p), vf); }
 inline float sum(vf v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+#endif
+#ifdef VNNI
+constexpr int WL = 16;  // lanes of the widest vector
+typedef float vw __attribute__((vector_size(4 * WL)));
+inline vw load_wide(const float* p) { return raw<vw>(p); }
+inline vw load_wide(const bf16* p) { return (vw)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw<__m256i>(p)), 16); }
+inline vw load_wide(const int8_t* p) { return (vw)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw<__m128i>(p))); }
+inline float sum(vw v) { return _mm512_reduce_add_ps((__m512)v); }
+inline void store(float* p, vw v) { memcpy(p, &v, sizeof v); }
+#else
+constexpr int WL = VL;
+typedef vf vw;
+template <class T> inline vw load_wide(const T* p) { return load(p); }
 #endif
 inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
@@ -226,13 +245,19 @@ template <class F> void pack(i64 words, i64 count, float* p, F eight) {   // eig
             for (int j = 0; j < VL; j++) store(p + (i + j) * PANEL + half, v[j]);
         }
 }
-// R rows of k numbers, `stride` from row to row, against a panel of floats: one product for each row and each of the `PANEL`.
-template <int R> inline void multiply(const float* x, i64 stride, const float* p, i64 k, vf (*acc)[2]) {
+// R rows of k numbers, `stride` from row to row, against a panel of floats: `PANEL` products for each row, `room` from row to row of `out`.
+template <int R> inline void multiply(const float* x, i64 stride, const float* p, i64 k, float* out, i64 room) {
+    constexpr int C = PANEL / WL;
+    vw acc[R][C] = {};
     for (i64 i = 0; i < k; i++) {
-        vf w0 = load(p + i * PANEL), w1 = load(p + i * PANEL + VL);
-        for (int r = 0; r < R; r++) { float xv = x[r * stride + i]; acc[r][0] += xv * w0; acc[r][1] += xv * w1; }
+        vw w[C];
+        for (int c = 0; c < C; c++) w[c] = load_wide(p + i * PANEL + c * WL);
+        for (int r = 0; r < R; r++) { float xv = x[r * stride + i]; for (int c = 0; c < C; c++) acc[r][c] += xv * w[c]; }
     }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * room + c * WL, acc[r][c]);
 }
+constexpr int HIGH = WL == VL ? 6 : 12;   // rows that meet a panel at once: what the registers hold
 // All rows against `PANEL` outputs at a time. Some panels wait in the cache while the rows pass over them.
 template <class K> void panels(const K& kernel, i64 n, i64 words, i64 out, int threads) {
     i64 tile = std::max<i64>(1, 3 * TILE / (sizeof(float) * words * PANEL)) * PANEL;
@@ -244,7 +269,8 @@ template <class K> void panels(const K& kernel, i64 n, i64 words, i64 out, int t
             auto each = [&](auto work) { for (i64 c = t; c < end; c += PANEL) work(c, std::min<i64>(PANEL, end - c), p + (c - t) * words); };
             each([&](i64 c, i64 count, float* part) { kernel.pack(c, count, part); });
             for (i64 r = 0; r < n;)
-                if (n - r >= 6) each([&](i64 c, i64 count, float* part) { kernel.template panel<6>(r, c, count, part); }), r += 6;
+                if (n - r >= HIGH) each([&](i64 c, i64 count, float* part) { kernel.template panel<HIGH>(r, c, count, part); }), r += HIGH;
+                else if (n - r >= 6) each([&](i64 c, i64 count, float* part) { kernel.template panel<6>(r, c, count, part); }), r += 6;
                 else if (n - r >= 2) each([&](i64 c, i64 count, float* part) { kernel.template panel<2>(r, c, count, part); }), r += 2;
                 else each([&](i64 c, i64 count, float* part) { kernel.template panel<1>(r, c, count, part); }), r += 1;
         }
@@ -254,6 +280,109 @@ template <class K> void panels(const K& kernel, i64 n, i64 words, i64 out, int t
 template <class K> void product(const K& kernel, i64 n, i64 out, i64 row_bytes, i64 words, int threads) {
     if constexpr (K::many > 0) if (n >= K::many) return panels(kernel, n, (words + VL - 1) / VL * VL, out, threads);
     tiles(kernel, n, out, row_bytes, threads);
+}
+
+// ---- matrix units ----
+constexpr i64 SQUARE = 32, ENOUGH = 8;          // rows and outputs of one product; rows from which it pays
+#ifdef AMX
+static std::atomic<bool> has_units{syscall(SYS_arch_prctl, 0x1023, 18) == 0};   // Linux wants to be asked for the registers
+// Eight registers of 16 rows of 64 bytes, for as long as this lives.
+struct Units {
+    struct alignas(64) Shape { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } before;
+    static constexpr uint8_t NONE = 255;
+    Units() : before{NONE, 0, {}, {}, {}} {
+        if (!has_units) return;
+        Shape shape = {1, 0, {}, {}, {}};
+        std::fill(shape.bytes, shape.bytes + 8, 64), std::fill(shape.rows, shape.rows + 8, 16);
+        _tile_storeconfig(&before), _tile_loadconfig(&shape);
+    }
+    ~Units() { if (before.palette != NONE) _tile_loadconfig(&before); }
+};
+// Four of them are the sums of 32 rows and 32 columns: the product of rows as they lie, `stride` bytes from row to row, with two panels,
+// `next` words from one to the other, that hold words of four int8, or of two bfloat16. Rows or panels may be sums of two, `rows2` or `p2`
+// behind the first. The rows that come after are asked for.
+template <bool INT, int PARTS> inline void square_product(const void* rows, i64 stride, i64 rows2, const float* p, i64 next, i64 p2, i64 bytes) {
+    const char *a = (const char*)rows, *b = a + 16 * stride;
+    const float* q = p + next;
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (i64 i = 0; i < bytes; i += 64) {
+        if (stride == bytes) fetch(a + SQUARE * (bytes + i), SQUARE * 64);
+        for (i64 part = 0; part < PARTS; part++) {
+            i64 at = i + part * rows2, word = i * 4 + part * p2;
+            _tile_loadd(4, a + at, stride); _tile_loadd(6, p + word, 64); _tile_loadd(5, b + at, stride); _tile_loadd(7, q + word, 64);
+            if (INT) { _tile_dpbssd(0, 4, 6); _tile_dpbssd(1, 5, 6); _tile_dpbssd(2, 4, 7); _tile_dpbssd(3, 5, 7); }
+            else { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 5, 6); _tile_dpbf16ps(2, 4, 7); _tile_dpbf16ps(3, 5, 7); }
+        }
+    }
+}
+inline void square_store(float* sums, i64 stride) {
+    _tile_stored(0, sums, 4 * stride); _tile_stored(1, sums + 16 * stride, 4 * stride);
+    _tile_stored(2, sums + 16, 4 * stride); _tile_stored(3, sums + 16 * stride + 16, 4 * stride);
+}
+// n floats (a multiple of sixteen) as sums of two bfloat16, which have sixteen of their bits. Of an infinity, nothing is left.
+inline void in_two(const float* x, i64 n, bf16* high, bf16* low) {
+    for (i64 i = 0; i < n; i += WL) {
+        vw v = load_wide(x + i);
+        __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+        memcpy(high + i, &h, sizeof h);
+        vw left = v - load_wide(high + i);
+        h = _mm512_cvtneps_pbh((__m512)(left - left == 0.f ? left : vw{}));
+        memcpy(low + i, &h, sizeof h);
+    }
+}
+#else
+static std::atomic<bool> has_units{false};
+struct Units {};
+template <bool, int> inline void square_product(const void*, i64, i64, const float*, i64, i64, i64) {}
+inline void square_store(float*, i64) {}
+inline void in_two(const float*, i64, bf16*, bf16*) {}
+#endif
+// Are there matrix units, and may they be used? (-1: only tell.) And would a product of n rows and `out` rows of weights be theirs?
+extern "C" int matrix_units(int use) {
+    static const bool there = has_units;
+    if (use >= 0) has_units = use && there;
+    return has_units;
+}
+extern "C" int units_serve(i64 n, i64 bytes, i64 out) { return has_units && n >= ENOUGH && out >= SQUARE && bytes && bytes % 64 == 0; }
+
+// n rows of activations as panels; row(r), which is called once for each: where its `bytes` are.
+template <class F> const float* row_panels(i64 n, i64 bytes, int threads, F row) {
+    static thread_local std::vector<float> held;
+    float* p = scratch(held, (n + SQUARE - 1) / SQUARE * SQUARE * (bytes / 4));
+    split(n, SQUARE, threads, [=](i64 first, i64 last) {
+        for (i64 r = first; r < (last + SQUARE - 1) / SQUARE * SQUARE; r += PANEL) {
+            const char* rows[PANEL];
+            for (i64 i = 0; i < PANEL; i++) rows[i] = r + i < last ? (const char*)row(r + i) : rows[0];
+            if (r < last) pack(bytes / 4, PANEL, p + r * (bytes / 4), [&](i64 c, i64 i) { return raw<vf>(rows[c] + 4 * i); });
+        }
+    });
+    return p;
+}
+// All rows against 32 outputs at a time; weights(first, end): where the first of these is; finish(row, output, how many, their sums).
+template <bool INT, int PARTS, class W, class F> void squares(W weights, i64 bytes, i64 out, const float* x, i64 n, int threads, F finish) {
+    i64 tile = std::max<i64>(1, 4 * TILE / bytes / SQUARE) * SQUARE;
+    split(out, SQUARE, threads, [&](i64 first, i64 last) {
+        Units units;
+        alignas(64) float sums[SQUARE][SQUARE], turned[SQUARE][SQUARE];
+        for (i64 t = first; t < last; t += tile) {
+            i64 end = std::min(last, t + tile), start = std::min(t, out - SQUARE);             // the last ones with some before them
+            const char* w = (const char*)weights(start, std::max(end, start + SQUARE));
+            for (i64 r = 0; r < n; r += SQUARE)
+                for (i64 c = t; c < end; c += SQUARE) {
+                    i64 from = std::min(c, out - SQUARE), count = std::min(SQUARE, end - c);
+                    square_product<INT, PARTS>(w + (from - start) * bytes, bytes, 0, x + r * PARTS * (bytes / 4), PARTS * bytes / 4 * PANEL, bytes / 4 * PANEL, bytes);
+                    square_store(sums[0], SQUARE);
+                    for (int i = 0; i < SQUARE; i += VL)
+                        for (int j = 0; j < SQUARE; j += VL) {
+                            vf v[VL];
+                            for (int l = 0; l < VL; l++) v[l] = load(&sums[i + l][j]);
+                            transpose(v);
+                            for (int l = 0; l < VL; l++) store(&turned[j + l][i], v[l]);
+                        }
+                    for (i64 i = r; i < std::min(n, r + SQUARE); i++) finish(i, c, count, turned[i - r] + (c - from));
+                }
+        }
+    });
 }
 
 // ---- float ----
@@ -269,14 +398,14 @@ template <class W> struct Float {
     template <int R, int C> SEPARATE void block(i64 r0, i64 c0) const {
         const float* xs = x + r0 * k;
         const W* ws = w + c0 * k;
-        vf acc[R][C] = {};
+        vw acc[R][C] = {};
         i64 i = 0;
-        for (; i + VL <= k; i += VL) {
-            fetch(ws + C * (k + i), C * VL * sizeof(W));
-            vf wv[C];
-            for (int c = 0; c < C; c++) wv[c] = load(ws + c * k + i);
+        for (; i + WL <= k; i += WL) {
+            fetch(ws + C * (k + i), C * WL * sizeof(W));
+            vw wv[C];
+            for (int c = 0; c < C; c++) wv[c] = load_wide(ws + c * k + i);
             for (int r = 0; r < R; r++) {
-                vf xv = load(xs + r * k + i);
+                vw xv = load_wide(xs + r * k + i);
                 for (int c = 0; c < C; c++) acc[r][c] += xv * wv[c];
             }
         }
@@ -296,22 +425,43 @@ template <class W> struct Float {
             return v;
         });
     }
+    void finish_row(i64 r, i64 c0, i64 count, const float* sums) const {
+        i64 c = c0;
+        for (i64 end = dtype == F32 ? c0 + count : 0; c + WL <= end; c += WL) {
+            vw v = load_wide(sums + c - c0);
+            if (scale) v *= load_wide(scale + c);
+            if (bias) v += load_wide(bias + c);
+            store((float*)y + r * out + c, v);
+        }
+        for (; c < c0 + count; c++) finish(r, c, sums[c - c0]);
+    }
     template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
-        vf acc[R][2] = {};
-        multiply<R>(x + r0 * k, k, p, k, acc);
-        for (int r = 0; r < R; r++)
-            for (i64 c = c0; c < c0 + count; c += VL) {
-                vf v = acc[r][(c - c0) / VL];
-                if (dtype != F32 || c + VL > c0 + count) { for (i64 j = c; j < std::min(c + VL, c0 + count); j++) finish(r0 + r, j, v[j - c]); continue; }
-                if (scale) v *= load(scale + c);
-                if (bias) v += load(bias + c);
-                store((float*)y + (r0 + r) * out + c, v);
-            }
+        float sums[R][PANEL];
+        multiply<R>(x + r0 * k, k, p, k, sums[0], PANEL);
+        for (int r = 0; r < R; r++) finish_row(r0 + r, c0, count, sums[r]);
     }
 };
 template <class W> void float_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale,
                                      const float* bias, i64 out, void* y, int threads) {
-    product(Float<W>{floats(x, dtype, n * k), (const W*)w, scale, bias, y, dtype, k, out}, n, out, k * sizeof(W), k, threads);
+    Float<W> kernel{floats(x, dtype, n * k), (const W*)w, scale, bias, y, dtype, k, out};
+    if (!std::is_same_v<W, float> && n >= (std::is_same_v<W, bf16> ? ENOUGH : kernel.many) && units_serve(n, 2 * k, out)) {
+        const float* panels = row_panels(n, 2 * 2 * k, threads, [&](i64 r) {
+            static thread_local std::vector<bf16> held;
+            bf16* two = scratch(held, PANEL * 2 * k) + r % PANEL * 2 * k;
+            in_two(kernel.x + r * k, k, two, two + k);
+            return two;
+        });
+        auto weights = [=](i64 first, i64 end) -> const void* {
+            const W* from = (const W*)w + first * k;
+            if (std::is_same_v<W, bf16>) return from;
+            static thread_local std::vector<bf16> held;                        // a code needs eight bits: nothing is lost
+            bf16* some = scratch(held, (end - first) * k);
+            for (i64 i = 0; i < (end - first) * k; i++) some[i] = {uint16_t(bits(wide(from[i])) >> 16)};
+            return some;
+        };
+        return squares<false, 2>(weights, 2 * k, out, panels, n, threads, [&](i64 r, i64 c, i64 count, const float* sums) { kernel.finish_row(r, c, count, sums); });
+    }
+    product(kernel, n, out, k * sizeof(W), k, threads);
 }
 
 // ---- quantise ----
@@ -401,7 +551,14 @@ struct Int8 {
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) finish(r0 + r, c0 + c, sums[r][c]);
     }
-#if defined __AVX2__ && !defined VNNI
+    void finish_row(i64 r, i64 c0, i64 count, const int32_t* sums) const {
+        typedef int32_t vs __attribute__((vector_size(4 * WL)));
+        i64 c = c0;
+        for (i64 end = dtype == F32 && !bias ? c0 + count : 0; c + WL <= end; c += WL)
+            store((float*)y + r * out + c, __builtin_convertvector(raw<vs>(sums + c - c0), vw) * (a[r] * load_wide(scale + c)));
+        for (; c < c0 + count; c++) finish(r, c, sums[c - c0]);
+    }
+#ifdef __AVX2__
     static constexpr i64 many = 12;
     void pack(i64 c0, i64 count, float* p) const {       // a word: four inputs, whose products are added up first
         ::pack((k + 3) / 4, count, p, [&](i64 c, i64 i) {
@@ -414,6 +571,16 @@ struct Int8 {
     }
     template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
         const Code* xs = x + r0 * stride;
+        int32_t sums[R][PANEL];
+#ifdef VNNI
+        __m512i acc[R] = {}, shifted = {};
+        for (i64 i = 0; i < k; i += 4) {
+            __m512i wv = raw<__m512i>(p + i / 4 * PANEL);
+            shifted = _mm512_dpbusd_epi32(shifted, _mm512_set1_epi8(char(SHIFT)), wv);
+            for (int r = 0; r < R; r++) acc[r] = _mm512_dpbusd_epi32(acc[r], _mm512_set1_epi32(raw<int32_t>(xs + r * stride + i)), wv);
+        }
+        for (int r = 0; r < R; r++) { __m512i v = _mm512_sub_epi32(acc[r], shifted); memcpy(sums[r], &v, sizeof v); }
+#else
         __m256i acc[R][2] = {}, ones = _mm256_set1_epi16(1);
         for (i64 i = 0; i < k; i += 4) {
             __m256i w0 = raw<__m256i>(p + i / 4 * PANEL), w1 = raw<__m256i>(p + i / 4 * PANEL + VL), size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
@@ -425,12 +592,9 @@ struct Int8 {
                 acc[r][0] = u, acc[r][1] = v;
             }
         }
-        for (int r = 0; r < R; r++)
-            for (i64 c = c0; c < c0 + count; c += VL) {
-                vi v = (vi)acc[r][(c - c0) / VL];
-                if (dtype == F32 && !bias && c + VL <= c0 + count) store((float*)y + (r0 + r) * out + c, __builtin_convertvector(v, vf) * (a[r0 + r] * load(scale + c)));
-                else for (i64 j = c; j < std::min(c + VL, c0 + count); j++) finish(r0 + r, j, v[j - c]);
-            }
+        memcpy(sums, acc, sizeof sums);
+#endif
+        for (int r = 0; r < R; r++) finish_row(r0 + r, c0, count, sums[r]);
     }
 #else
     static constexpr i64 many = 0;
@@ -444,10 +608,16 @@ extern "C" void int8_linear(const void* x, int dtype, i64 n, i64 k, const int8_t
     Code* codes = scratch(held_codes, n * stride);
     float* a = scratch(held, n);
     const float* rows = floats(x, dtype, n * k);
+    Int8 kernel{codes, a, w, scale, bias, y, dtype, k, stride, out};
+    if (units_serve(n, k, out)) {
+        const float* panels = row_panels(n, k, threads, [=](i64 r) { a[r] = quantise(rows + r * k, k, codes + r * k, 0); return codes + r * k; });
+        auto weights = [=](i64 first, i64) { return w + first * k; };
+        return squares<true, 1>(weights, k, out, panels, n, threads, [&](i64 r, i64 c, i64 count, const float* sums) { kernel.finish_row(r, c, count, (const int32_t*)sums); });
+    }
     split(n, std::max<i64>(1, 16384 / std::max<i64>(k, 1)), threads, [=](i64 first, i64 last) {
         for (i64 r = first; r < last; r++) a[r] = quantise(rows + r * k, k, codes + r * stride, SHIFT);
     });
-    product(Int8{codes, a, w, scale, bias, y, dtype, k, stride, out}, n, out, k, (k + 3) / 4, threads);
+    product(kernel, n, out, k, (k + 3) / 4, threads);
 }
 extern "C" void float32_linear(const void* x, int dtype, i64 n, i64 k, const void* w, const float* scale, const float* bias,
                                i64 out, void* y, int threads) { float_linear<float>(x, dtype, n, k, w, scale, bias, out, y, threads); }
@@ -541,28 +711,41 @@ struct Int4 {   // x: codes [n, k]; a, sums: scale of each group of a row, and s
     }
     template <int R> SEPARATE void panel(i64 r0, i64 c0, i64 count, const float* p) const {
         const float *sc = p + k / 4 * PANEL, *zc = sc + stride * PANEL;
-        vf acc[R][2] = {};
+        vw acc[R][PANEL / WL] = {};
         for (i64 g = 0; g < groups; g++) {
+            const float* words = p + g * (GROUP / 4) * PANEL;
+            const int8_t* xs = x + r0 * k + g * GROUP;
+#ifdef VNNI
+            __m512i part[R] = {};
+            for (i64 i = 0; i < GROUP / 4; i++) {
+                __m512i wv = raw<__m512i>(words + i * PANEL);
+                for (int r = 0; r < R; r++) part[r] = _mm512_dpbusd_epi32(part[r], wv, _mm512_set1_epi32(raw<int32_t>(xs + r * k + 4 * i)));
+            }
+            auto total = [&](int r, int) { return (vw)_mm512_cvtepi32_ps(part[r]); };
+#else
             __m256i part[R][2] = {}, ones = _mm256_set1_epi16(1);    // sixteen products in each 16-bit sum: 30480 at most
-            for (i64 i = g * GROUP; i < (g + 1) * GROUP; i += 4) {
-                __m256i w0 = raw<__m256i>(p + i / 4 * PANEL), w1 = raw<__m256i>(p + i / 4 * PANEL + VL);
+            for (i64 i = 0; i < GROUP / 4; i++) {
+                __m256i w0 = raw<__m256i>(words + i * PANEL), w1 = raw<__m256i>(words + i * PANEL + VL);
                 for (int r = 0; r < R; r++) {
-                    __m256i xv = _mm256_set1_epi32(raw<int32_t>(x + (r0 + r) * k + i)), u = part[r][0], v = part[r][1];
+                    __m256i xv = _mm256_set1_epi32(raw<int32_t>(xs + r * k + 4 * i)), u = part[r][0], v = part[r][1];
                     u = _mm256_add_epi16(u, _mm256_maddubs_epi16(w0, xv));
                     v = _mm256_add_epi16(v, _mm256_maddubs_epi16(w1, xv));
                     IN_TURN(u, v);
                     part[r][0] = u, part[r][1] = v;
                 }
             }
-            for (int r = 0; r < R; r++)
-                for (int half = 0; half < 2; half++) {
-                    vf total = (vf)_mm256_cvtepi32_ps(_mm256_madd_epi16(part[r][half], ones));
+            auto total = [&](int r, int half) { return (vf)_mm256_cvtepi32_ps(_mm256_madd_epi16(part[r][half], ones)); };
+#endif
+            for (int c = 0; c < PANEL / WL; c++) {
+                vw scales = load_wide(sc + g * PANEL + c * WL), zeros = load_wide(zc + g * PANEL + c * WL);
+                for (int r = 0; r < R; r++) {
                     i64 at = (r0 + r) * stride + g;
-                    acc[r][half] += total * (a[at] * load(sc + g * PANEL + half * VL)) + sums[at] * load(zc + g * PANEL + half * VL);
+                    acc[r][c] += total(r, c) * (a[at] * scales) + sums[at] * zeros;
                 }
+            }
         }
         for (int r = 0; r < R; r++)
-            for (i64 c = 0; c < count; c++) put(y, dtype, (r0 + r) * out + c0 + c, acc[r][c / VL][c % VL] + (bias ? bias[c0 + c] : 0));
+            for (i64 c = 0; c < count; c++) put(y, dtype, (r0 + r) * out + c0 + c, acc[r][c / WL][c % WL] + (bias ? bias[c0 + c] : 0));
     }
 #else
     static constexpr i64 many = 0;
@@ -592,22 +775,23 @@ extern "C" void int4_linear(const void* x, int dtype, i64 n, i64 k, const uint8_
 
 // ---- softmax ----
 constexpr float HIDDEN = -1e30f;   // the score of a key that may not be seen
-inline vf exponential(vf x) {      // of x <= 0, to the last bit or two; 0 below -87
-    vf shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;      // 1.5 * 2^23: the sum's last bits are the rounded integer
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = 1.f + r * (1.f + r * (.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333340e-3f + r * 1.3888889e-3f)))));
-    vf e = (vf)((vi)p + ((vi)shifted << 23));
-    return x < -87.f ? vf{} : e;
+template <class V> inline V exponential(V x) {      // of x <= 0, to the last bit or two; 0 below -87
+    typedef decltype(x < x) Vi;
+    V shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;       // 1.5 * 2^23: the sum's last bits are the rounded integer
+    V r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    V p = 1.f + r * (1.f + r * (.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333340e-3f + r * 1.3888889e-3f)))));
+    V e = (V)((Vi)p + ((Vi)shifted << 23));
+    return x < -87.f ? V{} : e;
 }
-// Turn n scores (room up to a multiple of eight) into their exponentials; returns the largest score, adds up in `total`.
+// Turn n scores (room up to a multiple of sixteen) into their exponentials; returns the largest score, adds up in `total`.
 inline float softmax(float* s, i64 n, float& total) {
-    for (i64 j = n; j % VL || !j; j++) s[j] = HIDDEN;
-    vf top = load(s), l = {};
-    for (i64 j = VL; j < n; j += VL) { vf v = load(s + j); top = v > top ? v : top; }
+    for (i64 j = n; j % WL || !j; j++) s[j] = HIDDEN;
+    vw top = load_wide(s), l = {};
+    for (i64 j = WL; j < n; j += WL) { vw v = load_wide(s + j); top = v > top ? v : top; }
     float m = top[0];
-    for (int i = 1; i < VL; i++) m = std::max(m, top[i]);
-    for (i64 j = 0; j < n; j += VL) { vf e = exponential(load(s + j) - m); store(s + j, e); l += e; }
-    for (i64 j = n; j % VL; j++) s[j] = 0;
+    for (int i = 1; i < WL; i++) m = std::max(m, top[i]);
+    for (i64 j = 0; j < n; j += WL) { vw e = exponential(load_wide(s + j) - m); store(s + j, e); l += e; }
+    for (i64 j = n; j % WL; j++) s[j] = 0;
     total = sum(l);
     return m;
 }
@@ -622,6 +806,7 @@ struct Chunk {                     // the keys of a task: positions, rows of the
     i64 row[CHUNK];
     float scale[2][CHUNK], offset[2][CHUNK];
     const float *keys = nullptr, *values = nullptr;   // panels of them: [n / PANEL, d, PANEL] and [d / PANEL, CHUNK, PANEL]; or none
+    bool units = false;                               // or of words of two bfloat16: [n / PANEL, d / 2, PANEL] and [d / PANEL, CHUNK / 2, PANEL]
 };
 
 template <class T> struct Attention {
@@ -657,11 +842,48 @@ template <class T> struct Attention {
             }
     }
 
+    // The scores of n keys become their weights, for a query that sees up to position `limit`.
+    void weigh(float* s, i64 n, const Chunk& chunk, i64 limit, float* out) const {
+        for (i64 j = n; j && chunk.pos[j - 1] > limit; j--) s[j - 1] = HIDDEN;
+        for (i64 j = 0; j < n && chunk.pos[j] <= limit - window; j++) if (chunk.pos[j] >= sinks) s[j] = HIDDEN;
+        out[d] = softmax(s, n, out[d + 1]);
+    }
+    // As `block`, `count` rows by matrix units: queries and weights as two bfloat16 each.
+    SEPARATE void square(i64 b, i64 h, i64 row, i64 count, const Chunk& chunk, float* part) const {
+        i64 group = heads / kv_heads, n = chunk.n, limit[SQUARE];
+        alignas(64) bf16 two[2][SQUARE][CHUNK + SQUARE];              // queries, and then weights; rows of 512 bytes would share places in the cache
+        alignas(64) float s[SQUARE][CHUNK + PANEL];
+        float query[512];
+        for (int r = 0; r < SQUARE; r++) {
+            i64 t = (row + r) / group, head = h * group + (row + r) % group;
+            limit[r] = lens[b] - queries[b] + t;
+            if (r >= count) { std::fill(two[0][r], two[0][r] + d, bf16{0}), std::fill(two[1][r], two[1][r] + d, bf16{0}); continue; }
+            widen(q, dtype, (starts[b] + t) * q_stride + head * d, d, query);
+            for (i64 i = 0; i < d; i++) query[i] *= scale;
+            in_two(query, d, two[0][r], two[1][r]);
+        }
+        while (n && chunk.pos[n - 1] > limit[count - 1]) n--;
+        for (i64 j = 0; j < n; j += SQUARE) {
+            square_product<false, 2>(two, sizeof two[0][0], sizeof two[0], chunk.keys + j / PANEL * (d / 2) * PANEL, d / 2 * PANEL, 0, 2 * d);
+            square_store(s[0] + j, CHUNK + PANEL);
+        }
+        i64 end = (n + SQUARE - 1) / SQUARE * SQUARE;
+        for (int r = 0; r < SQUARE; r++) {
+            if (r < count) weigh(s[r], n, chunk, limit[r], part + r * (d + 2));
+            std::fill(s[r] + (r < count ? n : 0), s[r] + end, 0.f);
+            in_two(s[r], end, two[0][r], two[1][r]);
+        }
+        for (i64 i = 0; i < d; i += SQUARE) {
+            square_product<false, 2>(two, sizeof two[0][0], sizeof two[0], chunk.values + i / PANEL * (CHUNK / 2) * PANEL, CHUNK / 2 * PANEL, 0, 2 * end);
+            square_store(s[0], CHUNK + PANEL);
+            for (i64 r = 0; r < count; r++) std::copy(s[r], s[r] + SQUARE, part + r * (d + 2) + i);
+        }
+    }
     // R query rows, first of them `row` of request b's queries that share key-value head h, against the keys of a chunk:
     // unnormalised output [d], largest score, and sum of exponentials of each, into `part` [R, d + 2].
     template <int R> SEPARATE void block(i64 b, i64 h, i64 row, const Chunk& chunk, float* part, bool ask) const {
         i64 group = heads / kv_heads, n = chunk.n;
-        float query[R][512], query_sum[R], s[R][CHUNK + VL], extra[R], *out[R];
+        float query[R][512], query_sum[R], s[R][CHUNK + PANEL], extra[R], *out[R];
         i64 limit[R];
         for (int r = 0; r < R; r++) {
             i64 t = (row + r) / group, head = h * group + (row + r) % group;
@@ -674,9 +896,7 @@ template <class T> struct Attention {
         }
         while (n && chunk.pos[n - 1] > limit[R - 1]) n--;             // what none of them may see
         for (i64 j = 0; chunk.keys && j < n; j += PANEL) {
-            vf acc[R][2] = {};
-            multiply<R>(query[0], 512, chunk.keys + j * d, d, acc);
-            for (int r = 0; r < R; r++) store(s[r] + j, acc[r][0]), store(s[r] + j + VL, acc[r][1]);
+            multiply<R>(query[0], 512, chunk.keys + j * d, d, s[0] + j, CHUNK + PANEL);
         }
         for (i64 j = 0; !chunk.keys && j < n; j += 2) {
             const T *one = keys + chunk.row[j] * d, *two = keys + chunk.row[std::min(j + 1, n - 1)] * d;
@@ -694,9 +914,7 @@ template <class T> struct Attention {
         for (int r = 0; r < R; r++) {
             if (num_params)
                 for (i64 j = 0; j < n; j++) s[r][j] = s[r][j] * chunk.scale[0][j] + query_sum[r] * chunk.offset[0][j];
-            for (i64 j = n; j && chunk.pos[j - 1] > limit[r]; j--) s[r][j - 1] = HIDDEN;
-            for (i64 j = 0; j < n && chunk.pos[j] <= limit[r] - window; j++) if (chunk.pos[j] >= sinks) s[r][j] = HIDDEN;
-            out[r][d] = softmax(s[r], n, out[r][d + 1]);
+            weigh(s[r], n, chunk, limit[r], out[r]);
             vf offsets = {};
             if (num_params)
                 for (i64 j = 0; j < n; j += VL) {
@@ -708,15 +926,15 @@ template <class T> struct Attention {
         }
         i64 i = 0;
         for (; chunk.values && i < d; i += PANEL) {
-            vf acc[R][2] = {};
-            multiply<R>(s[0], CHUNK + VL, chunk.values + i * CHUNK, n, acc);
+            float sums[R][PANEL];
+            multiply<R>(s[0], CHUNK + PANEL, chunk.values + i * CHUNK, n, sums[0], PANEL);
             for (int r = 0; r < R; r++)
-                for (i64 at = i; at < std::min(d, i + PANEL); at += VL) store(out[r] + at, acc[r][(at - i) / VL] + extra[r]);
+                for (i64 at = i; at < std::min(d, i + PANEL); at += VL) store(out[r] + at, load(sums[r] + at - i) + extra[r]);
         }
         for (; i + 2 * VL <= d; i += 2 * VL) add_values<R, 2>(chunk, n, s, i, extra, out);
         for (; i < d; i += VL) add_values<R, 1>(chunk, n, s, i, extra, out);
     }
-    template <int R, int C> void add_values(const Chunk& chunk, i64 n, const float (*s)[CHUNK + VL], i64 i, const float* extra, float** out) const {
+    template <int R, int C> void add_values(const Chunk& chunk, i64 n, const float (*s)[CHUNK + PANEL], i64 i, const float* extra, float** out) const {
         vf acc[R][C] = {};
         for (i64 j = 0; j < n; j++)
             for (int c = 0; c < C; c++) {
@@ -729,11 +947,25 @@ template <class T> struct Attention {
     void side_by_side(Chunk& chunk) const {
         static thread_local std::vector<float> held;
         float *k = scratch(held, 2 * CHUNK * (d + VL)), *v = k + CHUNK * d;
+        auto ask = [&](const T* from, i64 j) { for (i64 i = j + PANEL; i < std::min(j + 2 * PANEL, chunk.n); i++) fetch(from + chunk.row[i] * d, d * sizeof(T)); };
+        chunk.keys = k, chunk.values = v, chunk.units = std::is_same_v<T, bf16> && has_units && d % SQUARE == 0;
+        if (chunk.units) {
+            for (i64 j = 0; j < chunk.n; j += PANEL)
+                ask(keys, j), pack(d / 2, std::min<i64>(PANEL, chunk.n - j), k + j / 2 * d, [&](i64 key, i64 i) { return raw<vf>(keys + chunk.row[j + key] * d + 2 * i); });
+            i64 end = (chunk.n + SQUARE - 1) / SQUARE * SQUARE;
+            for (i64 j = 0; j < end; j += 2) {
+                if (j % PANEL == 0) ask(values, j);
+                for (i64 i = 0; i < d; i += VL) {
+                    auto of = [&](i64 at) { return at < chunk.n ? __builtin_convertvector(raw<vh>(values + chunk.row[at] * d + i), vi) : vi{}; };
+                    store(v + i / PANEL * PANEL * (CHUNK / 2) + j / 2 * PANEL + i % PANEL, (vf)(of(j) | of(j + 1) << 16));
+                }
+            }
+            return;
+        }
         for (i64 j = 0; j < chunk.n; j += PANEL)
             pack(d, std::min<i64>(PANEL, chunk.n - j), k + j * d, [&](i64 key, i64 i) { return load(keys + chunk.row[j + key] * d + i); });
         for (i64 j = 0; j < chunk.n; j++)
             for (i64 i = 0; i < d; i += VL) store(v + i / PANEL * PANEL * CHUNK + j * PANEL + i % PANEL, load(values + chunk.row[j] * d + i));
-        chunk.keys = k, chunk.values = v;
     }
     // Of the query rows that share key-value head h of request b (its queries, each with its heads), from ... to-1, against chunk c.
     void task(i64 b, i64 c, i64 h, i64 from, i64 to, float* part) const {
@@ -747,7 +979,9 @@ template <class T> struct Attention {
             i64 left = to - row;
             bool ask = row == from;
             float* place = part + (row - from) * (d + 2);
-            if (left >= 6) block<6>(b, h, row, chunk, place, ask), row += 6;
+            if (chunk.units) square(b, h, row, std::min(left, SQUARE), chunk, place), row += SQUARE;
+            else if (HIGH > 6 && left >= HIGH && chunk.keys) block<HIGH>(b, h, row, chunk, place, ask), row += HIGH;
+            else if (left >= 6) block<6>(b, h, row, chunk, place, ask), row += 6;
             else if (left >= 4) block<4>(b, h, row, chunk, place, ask), row += 4;
             else if (left == 3) block<3>(b, h, row, chunk, place, ask), row += 3;
             else if (left == 2) block<2>(b, h, row, chunk, place, ask), row += 2;
@@ -788,6 +1022,7 @@ template <class T> struct Attention {
         i64 total = tasks[requests];
         split(total, 1, threads, [&](i64 first, i64 last) {
             static thread_local std::vector<float> own;
+            Units units;
             for (i64 j = first; j < last; j++) {
                 i64 i = j % 2 ? total - 1 - j / 2 : j / 2;             // later queries see more keys: so take one from each end in turn
                 i64 b = std::upper_bound(tasks.begin(), tasks.end(), i) - tasks.begin() - 1, rows = queries[b] * group;
@@ -827,17 +1062,17 @@ extern "C" void rms_norm(float* x, const float* add, const float* weight, float 
         for (i64 r = first; r < last; r++) {
             float *row = x + r * d, *out = y + r * d, total = 0;
             if (add) for (i64 i = 0; i < d; i++) row[i] += add[r * d + i];
-            vf squares = {};
+            vw squares = {};
             i64 i = 0;
-            for (; i + VL <= d; i += VL) { vf v = load(row + i); squares += v * v; }
+            for (; i + WL <= d; i += WL) { vw v = load_wide(row + i); squares += v * v; }
             for (; i < d; i++) total += row[i] * row[i];
             float factor = 1 / std::sqrt((total + sum(squares)) / d + eps);
             for (i64 j = 0; j < d; j++) out[j] = row[j] * factor * weight[j];
         }
     });
 }
-inline vf silu(vf x) {             // x / (1 + exp(-x)), by the exponential of -|x|
-    vf e = exponential(x < 0.f ? x : -x);
+template <class V> inline V silu(V x) {             // x / (1 + exp(-x)), by the exponential of -|x|
+    V e = exponential(x < 0.f ? x : -x);
     return (x < 0.f ? x * e : x) / (1.f + e);
 }
 // y [n, d] = silu(first half of a row of x [n, 2 * d]) * second half
@@ -846,7 +1081,7 @@ extern "C" void silu_mul(const float* x, i64 n, i64 d, float* y, int threads) {
         for (i64 r = first; r < last; r++) {
             const float *gate = x + 2 * r * d, *up = gate + d;
             i64 i = 0;
-            for (; i + VL <= d; i += VL) store(y + r * d + i, silu(load(gate + i)) * load(up + i));
+            for (; i + WL <= d; i += WL) store(y + r * d + i, silu(load_wide(gate + i)) * load_wide(up + i));
             for (; i < d; i++) y[r * d + i] = silu(vf{gate[i]})[0] * up[i];
         }
     });
@@ -952,7 +1187,9 @@ extern "C" void decoder_layers(const Layer* layers, float* x, float* add, const 
 
 // ---- about ----
 extern "C" const char* about() {
-#if defined VNNI
+#if defined AMX
+    return "AVX-512 VNNI, AMX"
+#elif defined VNNI
     return "AVX-512 VNNI"
 #elif defined __AVX2__
     return "AVX2"
