@@ -507,6 +507,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'microgen.kv_events.kv_events_config': ('kv_events.html#kv_events_config', 'microgen/kv_events.py'),
                                     'microgen.kv_events.wire_events': ('kv_events.html#wire_events', 'microgen/kv_events.py')},
             'microgen.linear': { 'microgen.linear.Linear': ('linear.html#linear', 'microgen/linear.py'),
+                                 'microgen.linear.Linear.__getstate__': ('linear.html#linear.__getstate__', 'microgen/linear.py'),
                                  'microgen.linear.Linear.forward': ('linear.html#linear.forward', 'microgen/linear.py'),
                                  'microgen.linear._known_ways': ('linear.html#_known_ways', 'microgen/linear.py'),
                                  'microgen.linear._sound': ('linear.html#_sound', 'microgen/linear.py'),

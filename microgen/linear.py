@@ -73,6 +73,10 @@ class Linear(nn.Linear):
         rows = len(x)
         return next(way for most, way in self.ways if rows <= most)(x, self)
 
+    def __getstate__(self) -> dict:
+        "What a copy takes along: not the packed weights, which cannot be copied; they are made anew when they are needed."
+        return self.__dict__ | dict(_buffers={n: b for n, b in self._buffers.items() if n != "packed"}, packed_of=None)
+
 # %% ../nbs/06c_linear.ipynb #981a6bd4
 ROWS = (1, 4, 16, 64, 256)     # numbers of rows that are measured: decoding for some requests, and a piece of a prompt
 WAYS: dict[str, Callable] = {"plain": plain, "widened": widened, "packed": packed, "compiled": compiled}
@@ -102,7 +106,7 @@ def measure_ways(device: Device, dtype: torch.dtype, names: Iterable[str], width
 # %% ../nbs/06c_linear.ipynb #c10a8346
 def fastest_ways(times: dict[str, list[float]], narrow: bool = False) -> tuple[tuple[float, str], ...]:
     "Pairs (at most so many rows, name of the fastest way), from the times of `measure_ways`."
-    handicap = dict(compiled=1.0, plain=1.25 ** (1 + narrow), widened=1.25, packed=1.25 ** 2)
+    handicap = dict(compiled=1.0, plain=1.25 ** (1 + narrow), widened=1.25, packed=1.25 ** (2 + narrow))
     cost = lambda i: lambda name: times[name][i] * handicap[name]
     best = [min(times, key=cost(i)) for i in range(len(ROWS))]
     limits = [math.sqrt(a * b) for a, b in zip(ROWS, ROWS[1:])] + [math.inf]
