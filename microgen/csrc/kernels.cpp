@@ -294,7 +294,9 @@ struct Units {
         if (!has_units) return;
         Shape shape = {1, 0, {}, {}, {}};
         std::fill(shape.bytes, shape.bytes + 8, 64), std::fill(shape.rows, shape.rows + 8, 16);
-        _tile_storeconfig(&before), _tile_loadconfig(&shape);
+        _tile_storeconfig(&before);
+        asm volatile("" : "+m"(before), "+m"(shape));                  // GCC's tile instructions do not tell all the memory that they touch
+        _tile_loadconfig(&shape);
     }
     ~Units() { if (before.palette != NONE) _tile_loadconfig(&before); }
 };
@@ -304,6 +306,7 @@ struct Units {
 template <bool INT, int PARTS> inline void square_product(const void* rows, i64 stride, i64 rows2, const float* p, i64 next, i64 p2, i64 bytes) {
     const char *a = (const char*)rows, *b = a + 16 * stride;
     const float* q = p + next;
+    asm volatile("" :: "r"(rows), "r"(p) : "memory");                  // what they read is written by now
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (i64 i = 0; i < bytes; i += 64) {
         if (stride == bytes) fetch(a + SQUARE * (bytes + i), SQUARE * 64);
