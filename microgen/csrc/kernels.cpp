@@ -951,7 +951,7 @@ template <class T> struct Attention {
         static thread_local std::vector<float> held;
         float *k = scratch(held, 2 * CHUNK * (d + VL)), *v = k + CHUNK * d;
         auto ask = [&](const T* from, i64 j) { for (i64 i = j + PANEL; i < std::min(j + 2 * PANEL, chunk.n); i++) fetch(from + chunk.row[i] * d, d * sizeof(T)); };
-        chunk.keys = k, chunk.values = v, chunk.units = std::is_same_v<T, bf16> && has_units && d % SQUARE == 0;
+        chunk.keys = k, chunk.values = v, chunk.units = std::is_same_v<T, bf16> && has_units && d % SQUARE == 0 && d <= CHUNK;
         if (chunk.units) {
             for (i64 j = 0; j < chunk.n; j += PANEL)
                 ask(keys, j), pack(d / 2, std::min<i64>(PANEL, chunk.n - j), k + j / 2 * d, [&](i64 key, i64 i) { return raw<vf>(keys + chunk.row[j + key] * d + 2 * i); });
