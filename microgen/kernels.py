@@ -78,7 +78,7 @@ SIGNATURES = {
     "paged_attention": [P, ctypes.c_int, P, P, P, ctypes.c_int, *[P] * 6, F32, ctypes.c_int],
     "rms_norm": [P, P, P, F32, I, I, P, ctypes.c_int], "silu_mul": [P, I, I, P, ctypes.c_int],
     "rope": [P, P, P, I, I, I, I, ctypes.c_int], "write_kv": [P, I, I, I, I, P, P, P, ctypes.c_int, P, I, ctypes.c_int],
-    "decoder_layers": [*[P] * 6, ctypes.c_int, *[P] * 5, F32, F32, P, ctypes.c_int], "matrix_units": [ctypes.c_int], "units_serve": [I, I, I], "about": []}
+    "decoder_layers": [*[P] * 6, ctypes.c_int, *[P] * 5, F32, F32, P, ctypes.c_int], "matrix_units": [ctypes.c_int], "about": []}
 
 def load(path: Path) -> ctypes.CDLL:
     "The library at `path`, its functions ready to be called. Raises `KernelsUnavailable`."
@@ -86,7 +86,7 @@ def load(path: Path) -> ctypes.CDLL:
     except OSError as e: raise KernelsUnavailable(f"cannot be loaded: {e}") from None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, dict(about=ctypes.c_char_p, matrix_units=ctypes.c_int, units_serve=ctypes.c_int).get(name)
+        function.argtypes, function.restype = arguments, dict(about=ctypes.c_char_p, matrix_units=ctypes.c_int).get(name)
     return library
 
 # %% ../nbs/06a_kernels.ipynb #182333bb

@@ -346,7 +346,7 @@ extern "C" int matrix_units(int use) {
     if (use >= 0) has_units = use && there;
     return has_units;
 }
-extern "C" int units_serve(i64 n, i64 bytes, i64 out) { return has_units && n >= ENOUGH && out >= SQUARE && bytes && bytes % 64 == 0; }
+inline bool units_serve(i64 n, i64 bytes, i64 out) { return has_units && n >= ENOUGH && out >= SQUARE && bytes && bytes % 64 == 0; }
 
 // n rows of activations as panels; row(r), which is called once for each: where its `bytes` are.
 template <class F> const float* row_panels(i64 n, i64 bytes, int threads, F row) {
